@@ -1,0 +1,125 @@
+"""The one container that flows through a training step, and padding done in one place.
+
+Shape letters used everywhere:  B completions (prompts x G), G completions per prompt, P longest prompt,
+T longest completion, V vocabulary, H hidden size.  Prompts are padded on the left and completions on the right, so
+completion token t of every row sits in column P + t.  Masks come from lengths, never from token ids: the pad id may
+equal the eos id.
+"""
+import hashlib
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class Batch:
+    """Sampled completions.  Long, bool and float32 tensors on the model's device."""
+    prompt_ids: torch.Tensor          # (B, P) left-padded
+    prompt_mask: torch.Tensor         # (B, P) bool
+    completion_ids: torch.Tensor      # (B, T) right-padded
+    completion_mask: torch.Tensor     # (B, T) bool: tokens through the first EOS, nothing after
+    logprobs: torch.Tensor            # (B, T) of the sampler, at the sampling temperature; 0 where padded
+    entropy: torch.Tensor             # (B, T) of the sampler's distribution, nats; 0 where padded
+    finished: torch.Tensor            # (B,) bool: ended by itself (EOS or stop string), not cut at the token limit
+    texts: list[str]                  # decoded completions, special tokens left out
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def row_ids(self, row: int) -> list[int]:
+        """Completion token ids of one row, without padding."""
+        return self.completion_ids[row][self.completion_mask[row]].tolist()
+
+    def rows(self, index: list[int]) -> "Batch":
+        """The rows of `index`, in that order, with padding that no row needs cut away."""
+        at = torch.tensor(index, device=self.prompt_ids.device)
+        prompt_mask, completion_mask = self.prompt_mask[at], self.completion_mask[at]
+        p = int(prompt_mask.sum(1).max())
+        t = max(1, int(completion_mask.sum(1).max()))
+        left, right = slice(prompt_mask.shape[1] - p, None), slice(0, t)
+        return Batch(self.prompt_ids[at][:, left], prompt_mask[:, left], self.completion_ids[at][:, right],
+                     completion_mask[:, right], self.logprobs[at][:, right], self.entropy[at][:, right],
+                     self.finished[at], [self.texts[i] for i in index])
+
+
+def pad(rows: list[list[int]], side: str, value: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token lists as one tensor (N, longest) and its bool mask, padded with `value` on side "left" or "right"."""
+    width = max(1, max(map(len, rows)))
+    ids = torch.full((len(rows), width), value, dtype=torch.long)
+    mask = torch.zeros((len(rows), width), dtype=torch.bool)
+    for i, row in enumerate(rows):
+        place = slice(width - len(row), width) if side == "left" else slice(0, len(row))
+        ids[i, place] = torch.tensor(row, dtype=torch.long)
+        mask[i, place] = True
+    return ids.to(device), mask.to(device)
+
+
+def decode(tokenizer, ids: list[int]) -> str:
+    """The text that is graded and segmented: special tokens left out, spaces as sampled."""
+    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def position_ids(mask: torch.Tensor) -> torch.Tensor:
+    """Positions that ignore padding (N, L): a row reads the same alone and behind pads, also with absolute positions."""
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def random_stream(*key) -> torch.Generator:
+    """A CPU generator seeded by the key, e.g. random_stream(seed, step, "rollout").
+
+    Every random number of a run comes from such a stream and none from a global generator: a resumed run draws what
+    the uninterrupted one would have drawn, and a method that draws more does not shift the others.
+    """
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+
+
+@contextmanager
+def eval_mode(model):
+    """Score with dropout off, and put the model's train/eval mode back afterwards."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def chunks_by_budget(lengths: list[int], budget: int) -> list[list[int]]:
+    """Split row numbers, longest first, into chunks whose padded size (rows x longest) stays within `budget` tokens.
+
+    Similar lengths end up together, so little is padded; a row longer than the budget gets a chunk of its own.
+    """
+    todo = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    chunks = []
+    while todo:
+        size = max(1, budget // max(1, lengths[todo[0]]))
+        chunks.append(todo[:size])
+        todo = todo[size:]
+    return chunks
+
+
+def for_chunks(lengths: list[int], budget: int, run) -> None:
+    """Call `run(rows)` on chunks of at most `budget` tokens; when memory runs out, halve the chunk and go on.
+
+    `run` must be repeatable (write its result by row number).  A single row that does not fit raises the device's error.
+    """
+    todo = list(range(len(lengths)))
+    while todo:
+        rows = [todo[i] for i in chunks_by_budget([lengths[row] for row in todo], budget)[0]]
+        try:
+            run(rows)
+        except RuntimeError as error:
+            if not is_out_of_memory(error) or len(rows) == 1:
+                raise
+            budget = max(lengths[row] for row in rows) * (len(rows) // 2)
+        else:
+            done = set(rows)
+            todo = [row for row in todo if row not in done]
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an error says that the device ran out of memory (CUDA, MPS and CPU word it differently)."""
+    text = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "not enough memory" in text

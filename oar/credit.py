@@ -1,0 +1,107 @@
+"""From a method's name to token advantages: the one place where methods are told apart.
+
+    weights   = reshape(importance)                          grpo: all ones
+    A_t       = w_t * A_i                                    entropy_bonus and ktae shape the advantage itself
+"""
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from oar import baselines, gradnoise, lab, perturb
+from oar.batch import Batch
+from oar.models import Policy
+from oar.probe import FORCED_CONCLUSION, build_probe, reasoning_mask, segment
+from oar.reshape import reshape
+
+METHODS = ("grpo", "oar_p", "oar_g", "oar_f", "random", "entropy", "entropy_bonus", "ktae", "roles", "inverted")
+
+
+@dataclass
+class CreditConfig:
+    """How credit is spread over the tokens of a completion."""
+    method: Literal[METHODS] = field(default="oar_g", metadata={"help": "Credit assignment (README: table of methods)."})
+    probe: Literal["last", "answer_mean", "answer_joint"] = field(default="answer_mean", metadata={"help": "What counts as the outcome."})
+    perturb: Literal["mask", "resample"] = field(default="mask", metadata={"help": "OAR-P: what replaces a token."})
+    noise_std: float = field(default=1e-3, metadata={"help": "OAR-G: standard deviation of the embedding noise."})
+    noise_draws: int = field(default=1, metadata={"help": "OAR-G: noise draws whose scores are averaged."})
+    fisher_samples: int = field(default=4, metadata={"help": "oar_f: outcomes sampled per completion."})
+    gate: Literal["both", "boost_only", "suppress_only"] = field(default="both", metadata={"help": "Which half of the gate acts."})
+    threshold: float = field(default=0.25, metadata={"help": "Quantile of the scores that separates suppressed from boosted tokens."})
+    boost: float = field(default=1.0, metadata={"help": "Extra weight of the most important token, before renormalising (paper: beta)."})
+    floor: float = field(default=0.1, metadata={"help": "Least weight of a suppressed token, before renormalising."})
+    renormalise: bool = field(default=True, metadata={"help": "Scale the weights so that a completion keeps its advantage mass."})
+
+
+@dataclass
+class Credit:
+    """Result of `assign_credit`; all (B, T) on the batch's device."""
+    token_advantages: torch.Tensor    # float32, 0 on padding
+    weights: torch.Tensor             # float32, 1 on tokens that are not reasoning
+    importance: torch.Tensor          # float32, 0 where nothing was scored
+    reasoning_mask: torch.Tensor      # bool
+
+
+def score_importance(policy: Policy, batch: Batch, segments, config: CreditConfig, temperature: float,
+                     generator: torch.Generator, token_budget: int, roles: list | None = None) -> torch.Tensor:
+    """Importance (B, T) >= 0 by any method that goes through the gate; 0 outside the reasoning.
+
+    `roles` (lab.label_tokens per row) is needed by method "roles" only.
+    """
+    model, tokenizer, method = policy.model, policy.tokenizer, config.method
+    mask = reasoning_mask(batch, segments)                                           # (B, T)
+    if method == "random":
+        return baselines.random_importance(mask, generator) * mask
+    if method == "entropy":
+        return batch.entropy * mask
+    if method == "roles":
+        pivotal = [[float(role.matters) for role in row] + [0.0] * (mask.shape[1] - len(row)) for row in roles]
+        return torch.tensor(pivotal, device=mask.device) * mask
+
+    conclusion = lab.CONCLUSION if policy.is_lab else FORCED_CONCLUSION
+    forced_ids = tokenizer.encode(conclusion, add_special_tokens=False)
+    probe = build_probe(batch, segments, config.probe, forced_ids, tokenizer.pad_token_id)
+    if method == "oar_g":
+        scores = gradnoise.oar_g(model, probe, config.noise_std, config.noise_draws, generator, token_budget)
+    elif method == "oar_f":
+        scores = gradnoise.oar_f(model, probe, config.fisher_samples, generator, token_budget)
+    else:                                                                            # oar_p, inverted
+        if config.perturb == "mask":
+            edits = perturb.mask_edits(probe, tokenizer.pad_token_id)
+        else:
+            edits = perturb.resample_edits(model, probe, temperature, generator, token_budget)
+        scores = perturb.oar_p(model, probe, edits, token_budget)                    # (B, S)
+
+    importance = torch.zeros(mask.shape, device=mask.device)                         # S and T may differ: copy what both hold
+    width = min(scores.shape[1], mask.shape[1])
+    importance[:, :width] = scores[:, :width]
+    importance = importance.masked_fill(~mask, 0.0)
+    return baselines.inverted_importance(importance, mask) if method == "inverted" else importance
+
+
+def assign_credit(policy: Policy, batch: Batch, rewards: torch.Tensor, advantages: torch.Tensor, config: CreditConfig,
+                  group_size: int, temperature: float, generator: torch.Generator, token_budget: int,
+                  roles: list | None = None) -> Credit:
+    """Token advantages (B, T) from completion advantages (B,).
+
+    Completions whose advantage is exactly 0 are not scored (0 * w = 0): exact, and a large saving.
+    """
+    segments = [segment(policy.tokenizer, batch.row_ids(row), policy.eos_ids) for row in range(len(batch))]
+    reasoning = reasoning_mask(batch, segments)                                      # (B, T)
+    importance = torch.zeros(reasoning.shape, device=reasoning.device)
+    weights = torch.ones_like(importance)
+    mask = batch.completion_mask
+    if config.method == "entropy_bonus":
+        return Credit(baselines.entropy_bonus(advantages, batch.entropy, mask), weights, importance, reasoning)
+    if config.method == "ktae":
+        return Credit(baselines.ktae(batch, advantages, rewards, group_size, policy.eos_ids), weights, importance, reasoning)
+
+    scored = advantages.nonzero()[:, 0].tolist()
+    if config.method != "grpo" and scored:
+        part = batch.rows(scored)
+        scores = score_importance(policy, part, [segments[row] for row in scored], config, temperature, generator,
+                                  token_budget, [roles[row] for row in scored] if roles else None)
+        importance[scored, :scores.shape[1]] = scores
+        weights[scored] = reshape(importance[scored], reasoning[scored], threshold=config.threshold, boost=config.boost,
+                                  floor=config.floor, gate=config.gate, renormalise=config.renormalise)
+    return Credit(weights * advantages[:, None] * mask, weights, importance, reasoning)

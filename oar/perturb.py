@@ -1,0 +1,132 @@
+"""OAR-P: importance by perturbation (paper section 4.2).
+
+    s_t = divergence(outcome(clean), outcome(reasoning token t replaced))         for every reasoning token t
+
+`edits` says what token t is replaced by: the mask token (`mask_edits`; the pad token, attended to, as the paper masks) or
+a sample from the policy's own next-token distribution at that place (`resample_edits`), an in-distribution edit.
+
+KL scores are clamped at 0 (rounding).  `answer_joint` scores can be negative: replacing the token made the answer
+*likelier*.  They are clamped at 0 too, since such a token does not support the answer and earns no credit for it.
+"""
+import torch
+from transformers import DynamicCache
+
+from oar.batch import eval_mode, for_chunks
+from oar.probe import LOGIT_FLOOR, Probe, divergence, forced_targets, outcome, probe_logits
+from oar.rollout import pick_tokens
+
+PERTURBATIONS = ("mask", "resample")
+BLOCK = 8     # neighbouring tokens that share one prefix: wider shares less compute, narrower needs more forwards
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# the definition: one disturbed sequence per forward
+
+@torch.no_grad()
+def oar_p_serial(model, probe: Probe, edits: torch.Tensor) -> torch.Tensor:
+    """OAR-P as the paper defines it, one forward per reasoning token: the oracle of `oar_p` in the tests.
+
+    edits (B, S) token ids -> importance (B, S) float32 >= 0, 0 outside the reasoning.
+    """
+    importance = torch.zeros(probe.reasoning_mask.shape, device=probe.ids.device)    # (B, S)
+    with eval_mode(model):
+        for row in range(len(importance)):
+            one = probe.rows([row])
+            logits = probe_logits(model, one)                                        # (1, K, V)
+            one = forced_targets(one, logits)
+            clean = outcome(logits, one)
+            for t in one.reasoning_mask[0].nonzero()[:, 0].tolist():
+                ids = one.ids.clone()
+                ids[0, one.prompt_width + t] = edits[row, t]
+                disturbed = outcome(probe_logits(model, one, input_ids=ids), one)
+                importance[row, t] = divergence(clean, disturbed, one.kind)[0]
+    return importance.clamp(min=0)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# the same numbers, fast
+
+@torch.no_grad()
+def oar_p(model, probe: Probe, edits: torch.Tensor, token_budget: int) -> torch.Tensor:
+    """OAR-P, batched: the numbers of `oar_p_serial` for a fraction of the work.
+
+    1. Editing token t changes nothing before t.  The clean sequence is read once, its keys and values are kept, and a
+       disturbed sequence runs only its suffix behind the clean prefix.
+    2. Completions start in the same column, so a block of columns of all completions goes in one forward.
+    3. Logits are computed at the probe positions only.
+    4. A forward holds at most `token_budget` tokens, prefix included.  When the device runs out of memory that is
+       halved and the work goes on; the numbers do not depend on it.
+    """
+    importance = torch.zeros(probe.reasoning_mask.shape, device=probe.ids.device)    # (B, S)
+
+    def score_rows(rows: list[int]) -> None:
+        part = probe.rows(rows)
+        out = model(input_ids=part.ids, attention_mask=part.mask.long(), position_ids=part.position_ids,
+                    cache=DynamicCache(), use_cache=True, logits_to_keep=part.positions)
+        part = forced_targets(part, out.logits)
+        importance[rows] = _score_blocks(model, part, edits[rows], out.cache, outcome(out.logits, part), token_budget)
+
+    with eval_mode(model):
+        for_chunks([probe.ids.shape[1]] * len(importance), token_budget, score_rows)
+    return importance.clamp(min=0)
+
+
+def _score_blocks(model, probe: Probe, edits, cache, clean, token_budget: int) -> torch.Tensor:
+    """Scores (R, S) of some rows, one block of columns after the other, given their clean cache and outcome."""
+    scores = torch.zeros(probe.reasoning_mask.shape, device=probe.ids.device)
+    ends = (probe.positions.amax(1) + 1).tolist()                # columns a row needs, up to its last probe position
+    for start in range(0, scores.shape[1], BLOCK):
+        items = probe.reasoning_mask[:, start:start + BLOCK].nonzero() + torch.tensor([0, start], device=scores.device)
+        row_of, token_of = items.T.tolist()                      # one disturbed sequence per item
+
+        def score_items(chunk: list[int]) -> None:
+            rows, tokens = [row_of[i] for i in chunk], [token_of[i] for i in chunk]
+            disturbed = _run_suffixes(model, probe, edits, cache, start, rows, tokens)
+            scores[rows, tokens] = divergence(clean[rows], disturbed, probe.kind)
+
+        for_chunks([ends[row] for row in row_of], token_budget, score_items)
+    return scores
+
+
+def _run_suffixes(model, probe: Probe, edits, cache, start: int, rows: list[int], tokens: list[int]) -> torch.Tensor:
+    """Outcomes of disturbed sequences that share the clean prefix up to completion column `start`."""
+    part = probe.rows(rows)
+    begin, end = probe.prompt_width + start, int(part.positions.amax()) + 1
+    columns = torch.tensor(tokens, device=part.ids.device) + probe.prompt_width
+    ids = part.ids.scatter(1, columns[:, None], edits[rows, tokens][:, None])[:, begin:end]      # (R, end-begin)
+    prefix = DynamicCache([(layer.keys[rows, :, :begin], layer.values[rows, :, :begin]) for layer in cache.layers])
+    logits = model(input_ids=ids, attention_mask=part.mask[:, :end].long(), position_ids=part.position_ids[:, begin:end],
+                   cache=prefix, use_cache=True, logits_to_keep=(part.positions - begin).clamp(min=0)).logits   # (R, K, V)
+    return outcome(logits, part)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# what a token is replaced by
+
+def mask_edits(probe: Probe, mask_id: int) -> torch.Tensor:
+    """Replace every token by `mask_id`: (B, S)."""
+    return torch.full(probe.reasoning_mask.shape, mask_id, device=probe.ids.device)
+
+
+@torch.no_grad()
+def resample_edits(model, probe: Probe, temperature: float, generator: torch.Generator, token_budget: int) -> torch.Tensor:
+    """Replace every reasoning token by a sample of the policy's next-token distribution there, the token itself excluded.
+
+    One inverse-CDF draw per token, its randomness from `generator` (on the CPU): (B, S) token ids.
+    """
+    own = probe.ids[:, probe.prompt_width:]                                          # (B, S)
+    edits, uniforms = own.clone(), torch.rand(own.shape, generator=generator).to(own.device)
+
+    def edit_rows(rows: list[int]) -> None:
+        part, mask = probe.rows(rows), probe.reasoning_mask[rows]
+        predicts = torch.zeros_like(part.mask)
+        predicts[:, probe.prompt_width - 1:-1] = mask                                # the column before each token
+        logits = model(input_ids=part.ids, attention_mask=part.mask.long(), position_ids=part.position_ids,
+                       use_cache=False, logits_to_keep=predicts).logits              # (N, V)
+        logits = logits.float().clamp(min=LOGIT_FLOOR).scatter(1, own[rows][mask][:, None], -torch.inf)
+        picked, _, _ = pick_tokens(logits, uniforms[rows][mask], temperature, top_p=1.0)
+        edits[rows] = own[rows].masked_scatter(mask, picked)
+
+    with eval_mode(model):
+        for_chunks([probe.ids.shape[1]] * len(own), token_budget, edit_rows)
+    return edits
