@@ -102,7 +102,14 @@ class Session:
 def parse_config(argv: list[str]) -> tuple[Config, Session, Path]:
     """Flags -> (resolved config, session, run folder). UserError for impossible or contradictory values."""
     parser = HfArgumentParser((Config, Session), description=__doc__.split("\n")[0], allow_abbrev=False)
-    _, session = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+
+    def parse() -> tuple[Config, Session]:
+        config, session, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True, look_for_args_file=False)
+        if unknown:
+            raise UserError(f"unknown argument {unknown[0]} (see --help)")
+        return config, session
+
+    config, session = parse()
     if session.resume:
         run = Path(session.resume)
         try:
@@ -110,12 +117,11 @@ def parse_config(argv: list[str]) -> tuple[Config, Session, Path]:
         except (OSError, ValueError) as error:
             raise UserError(f"--resume {run}: cannot read its config.json ({error})") from None
         parser.set_defaults(**saved)
-        config, _ = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+        config, session = parse()
         for name, value in dataclasses.asdict(config).items():
             if value != saved.get(name, value):
                 raise UserError(f"--resume {run}: --{name.replace('_', '-')} is {saved[name]!r} in this run, not {value!r}")
         return config, session, run
-    config, _ = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
     run = Path(config.out or f"runs/{config.method}-{datetime.now():%Y%m%d-%H%M%S}")
     if (run / "config.json").exists():
         raise UserError(f"--out {run}: holds a run already; continue it with --resume {run}")
@@ -176,7 +182,7 @@ def examples_of_step(examples: list[data.Example], step: int, count: int, seed: 
     return [position(k) for k in range((step - 1) * count, step * count)]
 
 
-def validate(policy: models.Policy, config: Config, held_out: list[data.Example], cast, progress) -> dict[str, float]:
+def validate(policy: models.Policy, config: Config, held_out: list[data.Example], cast, tell) -> dict[str, float]:
     """Greedy and sampled accuracy on the held-out problems; the same uniform numbers every time, so changes are paired."""
     prompts = [data.encode_prompt(policy, e.problem) for e in held_out]
     accuracy = {}
@@ -186,7 +192,8 @@ def validate(policy: models.Policy, config: Config, held_out: list[data.Example]
             uniforms = draw_uniforms(len(prompts[i:i + VALIDATION_ROWS]), config.max_new_tokens, random_stream("validation", i))
             with cast():
                 batch = sample(policy, prompts[i:i + VALIDATION_ROWS], 1, config.max_new_tokens, uniforms, temperature,
-                               stop_strings=data.stop_strings(policy), progress=lambda live: progress(f"{name} {i}/{len(held_out)}"))
+                               stop_strings=data.stop_strings(policy),
+                               progress=lambda live: tell(f"{name} {i}/{len(held_out)}, {live} writing"))
             right += sum(is_correct(text, e.answer) for text, e in zip(batch.texts, held_out[i:i + VALIDATION_ROWS]))
         accuracy[name] = right / len(held_out)
     return accuracy
@@ -195,16 +202,16 @@ def validate(policy: models.Policy, config: Config, held_out: list[data.Example]
 # --------------------------------------------------------------------------------------------------------------------
 # one step
 
-def train_step(policy, ref_model, optimizer, examples, config: Config, step: int, cast, progress) -> tuple[dict, list[dict]]:
+def train_step(policy, ref_model, optimizer, examples, config: Config, step: int, cast, tell) -> tuple[dict, list[dict]]:
     """One step of the algorithm. Returns its metrics record and a few samples."""
     clock = [time.perf_counter()]
 
-    progress("sampling")                                                             # 1. G completions per problem
+    tell("sampling")                                                                 # 1. G completions per problem
     prompts = [data.encode_prompt(policy, e.problem) for e in examples]
     uniforms = draw_uniforms(len(prompts) * config.group_size, config.max_new_tokens, random_stream(config.seed, step, "rollout"))
     with cast():
         batch = sample(policy, prompts, config.group_size, config.max_new_tokens, uniforms, config.temperature,
-                       stop_strings=data.stop_strings(policy))
+                       stop_strings=data.stop_strings(policy), progress=lambda live: tell(f"sampling, {live} writing"))
 
     owners = [e for e in examples for _ in range(config.group_size)]                 # 2. rewards and advantages
     rewards = torch.tensor([float(is_correct(text, e.answer)) for text, e in zip(batch.texts, owners)], device=batch.prompt_ids.device)
@@ -212,13 +219,13 @@ def train_step(policy, ref_model, optimizer, examples, config: Config, step: int
     roles = lab_roles(policy, batch, owners) if policy.is_lab else None
     clock.append(time.perf_counter())
 
-    progress("attributing")                                                          # 3. importance -> weights -> w_t * A_i
+    tell("attributing")                                                              # 3. importance -> weights -> w_t * A_i
     with cast():
         credit = assign_credit(policy, batch, rewards, advantages, config, config.group_size, config.temperature,
                                random_stream(config.seed, step, "attribution"), config.tokens_per_pass, roles)
     clock.append(time.perf_counter())
 
-    progress("updating")                                                             # 4. the clipped surrogate
+    tell("updating")                                                                 # 4. the clipped surrogate
     coefficients = grpo.loss_coefficients(batch.completion_mask, config.loss_norm, config.max_new_tokens)
     policy.model.train(config.gradient_checkpointing)
     learned = grpo.update(policy.model, optimizer, batch, credit.token_advantages, coefficients, temperature=config.temperature,
@@ -281,7 +288,7 @@ def main() -> None:
     examples, held_out, note = load_examples(config, policy)
     ref_model = models.load(config.model, device, config.trust_remote_code).model.requires_grad_(False) if config.kl_beta else None
     if config.gradient_checkpointing:
-        policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        policy.model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
     done = checkpoint.restore_optimizer(last, optimizer) if last else 0
 
@@ -294,23 +301,27 @@ def main() -> None:
     say(f"{config.steps} steps of {config.prompts_per_step} x {config.group_size} completions of up to {config.max_new_tokens} tokens, "
         f"lr {config.lr:g}, seed {config.seed}; run folder {run}" + (f"; resumed after step {done}" if last else ""))
 
-    bar = tqdm(total=config.steps, initial=done, desc="train", unit="step", disable=session.quiet, dynamic_ncols=True)
+    bar = tqdm(total=config.steps, initial=done, unit="step", miniters=0, disable=session.quiet, dynamic_ncols=True)
+
+    def tell(what: str) -> None:                     # the bar says what it is doing, drawn at its own pace
+        bar.set_description(what, refresh=False)
+        bar.update(0)
+
     if done == 0 and held_out:
-        checkpoint.append_jsonl(run / "metrics.jsonl", {"step": 0, **validate(policy, config, held_out, cast, bar.set_description)})
+        checkpoint.append_jsonl(run / "metrics.jsonl", {"step": 0, **validate(policy, config, held_out, cast, tell)})
     for step in range(done + 1, config.steps + 1):
         problems = examples_of_step(examples, step, config.prompts_per_step, config.seed)
-        record, samples = train_step(policy, ref_model, optimizer, problems, config, step, cast, bar.set_description)
+        record, samples = train_step(policy, ref_model, optimizer, problems, config, step, cast, tell)
         last_step = step == config.steps
         if held_out and (last_step or (config.eval_every and step % config.eval_every == 0)):
-            record |= validate(policy, config, held_out, cast, bar.set_description)
+            record |= validate(policy, config, held_out, cast, tell)
         checkpoint.append_jsonl(run / "metrics.jsonl", record)
         if last_step or step % SAMPLES_EVERY == 1:
             for one in samples:
                 checkpoint.append_jsonl(run / "samples.jsonl", one)
         if last_step or step % config.save_every == 0:
             checkpoint.save_checkpoint(run, step, policy.model, policy.tokenizer, optimizer)
-        bar.set_description("train")
-        bar.set_postfix(reward=f"{record['reward']:.2f}", len=f"{record['length']:.0f}", entropy=f"{record['entropy']:.2f}")
+        bar.set_postfix_str(f"reward {record['reward']:.2f}, length {record['length']:.0f}, entropy {record['entropy']:.2f}")
         bar.update()
         if record["truncated_share"] == 1:
             bar.write(f"step {step}: every completion was cut at --max-new-tokens {config.max_new_tokens}; none could end by itself")

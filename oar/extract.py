@@ -8,7 +8,7 @@ r"""Which characters of a completion are its final answer.  Grading and token se
 4. Else the text itself when it is nothing but an answer, or the number or formula that closes its last full sentence,
    unless that sentence hedges ("not", "or", "maybe", a question).
 
-What a model makes up after its answer, from a new line "Question:", "Q:", "Problem:", "User:" or "Human:" on, is not read.
+What a model makes up after its answer, from a line "Question:", "Q:", "Problem:", "User:" or "Human:" on, is not read.
 Every pattern here is linear in practice: repeats are bounded and no two neighbours match the same characters.
 """
 import re
@@ -26,6 +26,7 @@ class AnswerSpan(NamedTuple):
     answer_start: int
     answer_end: int
 
+
 _MARKER = re.compile(r"\\boxed|\\fbox|####|\banswer\b", re.I)
 _RUN_ON = re.compile(r"\n[ \t*#]*(?:Question|Q|Problem|User|Human)[ \t*\d]*:")
 # The command, then a brace, the start of a bare argument (`\boxed 5`), or the end of a text that was cut there.
@@ -36,39 +37,55 @@ _BARE = re.compile(r"(?:\\[a-zA-Z]+|\\[^)\]\s]|[^\s{}$\\]|\{[^{}\n]*\})*")
 _HASHES = re.compile(r"(?<!#)####(?!#)\s*([^\n]*)")
 _HEADING = re.compile(r"[\s*_]*(?:\d+[.):]\s*)?[*_]*[A-Za-z]{2,}")
 _STATEMENT = re.compile(
-    r"\banswer\b(?:(?:,?\s+(?:to|for|of|in|then|therefore|thus|should|must|would|will|could|might|may)\b[^\n.:=]{0,60}?)?"
+    r"\banswer\b(?:"
+    r"(?:,?\s+(?:to|for|of|in|then|therefore|thus|should|must|would|will|could|might|may)\b[^\n.:=]{0,60}?)?"
     r"\s+(?:is|are|be|equals)\b|[ *_]{0,4}[:=]|(?:[*_]{2}|(?<=final answer))[*_ \t]*\n)[\s:*_]*", re.I)
 _SENTENCE_END = re.compile(r"\n|[.!?](?=[\s*]|$)")
 _DISPLAY = re.compile(r"(?:\$\$|\\\[).{1,400}?(?:\$\$|\\\])", re.S)
-_LEAD_IN = re.compile(r"(?:(?:therefore|thus|simply|just|exactly|approximately|about|equal to|option|choice|the number)\s+)+"
-                      r"|(?:[A-Za-z']+\s+){1,12}(?:is|are|equals)\s+", re.I)
-_REMARK = re.compile(r",?[ \t]{1,3}(?:because|since|which|as|so|hence|therefore)\b"
-                     r"|,[ \t]{1,3}(?!and\b|or\b|but\b|not\b|maybe\b|if\b|unless\b)[A-Za-z]{2,20}[ \t][a-z]{2}", re.I)
-_HEDGE = re.compile(r"n't\b|\?|\b(?:not|cannot|never|or|either|neither|maybe|perhaps|possibly|might|may|could|if|unless|guess)\b",
-                    re.I)
-_VALUE = re.compile(r"\$[^$\n]{1,200}\$|\\\([^\n]{1,200}?\\\)|(?<![\w.,\\^_{])[-−]?[$€£]?"
-                    r"(?:\d{1,60} \d{1,60}/\d{1,60}|(?:\d[\d,]{0,60}(?:\.\d{1,60})?|\.\d{1,60})(?:/\d{1,60})?)(?!\d)\s?%?")
+_LEAD_IN = re.compile(
+    r"(?:[A-Za-z']+\s+){1,12}(?:is|are|equals)\s+"
+    r"|(?:(?:therefore|thus|simply|just|exactly|approximately|about|equal to|option|choice|the number)\s+)+", re.I)
+_REMARK = re.compile(
+    r",?[ \t]{1,3}(?:because|since|which|as|so|hence|therefore)\b"
+    r"|,[ \t]{1,3}(?!and\b|or\b|but\b|not\b|maybe\b|if\b|unless\b)[A-Za-z]{2,20}[ \t][a-z]{2}", re.I)
+_HEDGE = re.compile(
+    r"n't\b|\?|\b(?:not|cannot|never|or|n?either|maybe|perhaps|possibly|might|may|could|if|unless|guess)\b", re.I)
+_VALUE = re.compile(
+    r"\$[^$\n]{1,200}\$|\\\([^\n]{1,200}?\\\)|(?<![\w.,\\^_{])[-−]?[$€£]?"
+    r"(?:\d{1,60} \d{1,60}/\d{1,60}|(?:\d[\d,]{0,60}(?:\.\d{1,60})?|\.\d{1,60})(?:/\d{1,60})?)(?!\d)\s?%?")
+_OPENING = re.compile(r"(?:[\s*]|\\?\$|\\[(\[])*")
 
 
 def find_answer(text: str) -> AnswerSpan | None:
-    """Where the final answer stands in the raw text, without blanks around it; None when there is none."""
+    """Where the final answer stands in the raw text, without blanks around it; None when there is none.
+
+    Outside boxes, math delimiters and bold marks around the answer are left out as well.
+    """
     if not isinstance(text, str):
         return None
     offset = max(0, len(text) - MAX_TEXT)
     text = text[offset:]
     if (marker := _MARKER.search(text)) and (run_on := _RUN_ON.search(text, marker.end())):
         text = text[:run_on.start()]
-    if boxes := _boxes(text):
-        box = boxes[-1]
-        span = box if text[box.answer_start:box.answer_end].strip() else _marked(text, box.answer_end)
+    boxes = _boxes(text)
+    if boxes and text[boxes[-1].answer_start:boxes[-1].answer_end].strip():
+        marker, start, end = boxes[-1]
     else:
-        span = _marked(text, 0) or _plain(text)
-    if span is None:
-        return None
-    answer = text[span.answer_start:span.answer_end]
-    start = span.answer_start + len(answer) - len(answer.lstrip())
-    end = span.answer_start + len(answer.rstrip())
-    return AnswerSpan(offset + min(span.marker_start, start), offset + start, offset + end) if start < end else None
+        span = _marked(text, boxes[-1].answer_end) if boxes else _marked(text, 0) or _plain(text)
+        if span is None:
+            return None
+        marker, start, end = span.marker_start, *_undress(text, span.answer_start, span.answer_end)
+    answer = text[start:end]
+    start, end = end - len(answer.lstrip()), start + len(answer.rstrip())
+    return AnswerSpan(offset + min(marker, start), offset + start, offset + end) if start < end else None
+
+
+def _undress(text: str, start: int, end: int) -> tuple[int, int]:
+    start = _OPENING.match(text, start, end).end()
+    answer = text[start:end].rstrip("*$ \t\n")
+    for closing in (r"\)", r"\]"):
+        answer = answer.removesuffix(closing).rstrip("*$ \t\n")
+    return start, start + len(answer)
 
 
 def _boxes(text: str) -> list[AnswerSpan]:
@@ -127,7 +144,8 @@ def _plain(text: str) -> AnswerSpan | None:
     begin = end - len(text[:end].lstrip())
     if 0 < end - begin <= 200 and "\n" not in text[begin:end]:
         words = re.findall(r"[A-Za-z]{2,}", re.sub(r"\\[a-zA-Z]+(?:\{[a-zA-Z ]*\})?", " ", text[begin:end]))
-        if len(words) <= (1 if text[begin].isalpha() else 3):           # "Monday", "18 square feet"
+        is_name = "=" in text[begin:end] or not re.search(r"\d", text[begin:end])
+        if len(words) <= (3 if not text[begin].isalpha() else 1 if is_name else 0):     # "18 square feet", "Monday", "AB = 5"
             return AnswerSpan(begin, begin, end)
     for display in _DISPLAY.finditer(text, max(begin, end - 800)):
         if not text[display.end():end].strip(" .*\n"):

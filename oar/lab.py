@@ -248,3 +248,45 @@ def rebuild(out: Path, instructions: int, fillers: int, sloppiness: float, steps
         bar.set_postfix(loss=f"{loss.item():.3f}")
     model.half().save_pretrained(out)
     tokenizer.save_pretrained(out)
+
+
+def report(policy_dir: Path, instructions: int, count: int = 400) -> None:
+    """Print a policy's greedy and sampled accuracy on validation problems, and one labelled completion."""
+    import torch
+    from oar import data, models
+    from oar.batch import random_stream
+    from oar.rollout import draw_uniforms, sample
+    from oar.verify import is_correct
+    policy = models.load(str(policy_dir), torch.device("cpu"))
+    examples = data.lab_examples("validation", count, instructions, seed=0)
+    prompts = [data.encode_prompt(policy, e.problem) for e in examples]
+    longest = 4 * instructions * (FILLERS + 8)
+    for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
+        batch = sample(policy, prompts, 1, longest, draw_uniforms(count, longest, random_stream(0)), temperature)
+        right = sum(is_correct(text, e.answer) for text, e in zip(batch.texts, examples))
+        print(f"{name:<8} accuracy {right / count:.3f} on {count} validation problems of {instructions} instructions")
+    print(examples[0].problem)
+    words = policy.tokenizer.convert_ids_to_tokens(batch.row_ids(0))
+    for word, role in zip(words, label_tokens(parse_problem(examples[0].problem), words)):
+        print(f"  {word:<8}{role.kind}{', matters' if role.matters else ''}")
+
+
+def main() -> None:
+    import argparse
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--rebuild", action="store_true", help="train the warm-start policy and write it to --out")
+    parser.add_argument("--out", type=Path, default=POLICY_DIR, help="policy folder")
+    parser.add_argument("--instructions", type=int, default=INSTRUCTIONS, help="instructions per program")
+    parser.add_argument("--fillers", type=int, default=FILLERS, help="filler words before each step")
+    parser.add_argument("--sloppiness", type=float, default=SLOPPINESS, help="probability of a wrong result per step")
+    parser.add_argument("--steps", type=int, default=1000, help="training steps")
+    parser.add_argument("--hidden", type=int, default=128, help="hidden size")
+    parser.add_argument("--layers", type=int, default=3, help="layers")
+    args = parser.parse_args()
+    if args.rebuild:
+        rebuild(args.out, args.instructions, args.fillers, args.sloppiness, args.steps, args.hidden, args.layers)
+    report(args.out, args.instructions)
+
+
+if __name__ == "__main__":
+    main()

@@ -8,6 +8,8 @@ a sample from the policy's own next-token distribution at that place (`resample_
 KL scores are clamped at 0 (rounding).  `answer_joint` scores can be negative: replacing the token made the answer
 *likelier*.  They are clamped at 0 too, since such a token does not support the answer and earns no credit for it.
 """
+from typing import NamedTuple
+
 import torch
 from transformers import DynamicCache
 
@@ -64,40 +66,55 @@ def oar_p(model, probe: Probe, edits: torch.Tensor, token_budget: int) -> torch.
         out = model(input_ids=part.ids, attention_mask=part.mask.long(), position_ids=part.position_ids,
                     cache=DynamicCache(), use_cache=True, logits_to_keep=part.positions)
         part = forced_targets(part, out.logits)
-        importance[rows] = _score_blocks(model, part, edits[rows], out.cache, outcome(out.logits, part), token_budget)
+        clean, scores = outcome(out.logits, part), torch.zeros(part.reasoning_mask.shape, device=part.ids.device)
+
+        def read(suffixes: Suffixes) -> None:
+            at = suffixes.rows
+            logits = model(**suffixes.inputs, logits_to_keep=suffixes.positions).logits                      # (N, K, V)
+            scores[at, suffixes.tokens] = divergence(clean[at], outcome(logits, part.rows(at)), part.kind)
+
+        for_suffixes(part, edits[rows], out.cache, token_budget, read)
+        importance[rows] = scores
 
     with eval_mode(model):
         for_chunks([probe.ids.shape[1]] * len(importance), token_budget, score_rows)
     return importance.clamp(min=0)
 
 
-def _score_blocks(model, probe: Probe, edits, cache, clean, token_budget: int) -> torch.Tensor:
-    """Scores (R, S) of some rows, one block of columns after the other, given their clean cache and outcome."""
-    scores = torch.zeros(probe.reasoning_mask.shape, device=probe.ids.device)
+class Suffixes(NamedTuple):
+    """N disturbed sequences that share the clean prefix up to completion column `start`, ready to run."""
+    rows: list[int]              # whose sequence it is
+    tokens: list[int]            # which of its tokens is replaced
+    start: int
+    inputs: dict                 # keyword arguments of the model: suffix ids (N, L'), masks, a copy of the prefix cache
+    positions: torch.Tensor      # (N, K) probe positions, counted from the suffix's first column
+
+
+def for_suffixes(probe: Probe, edits: torch.Tensor, cache, token_budget: int, read) -> None:
+    """Call `read(suffixes)` until every reasoning token has been replaced once, a block of columns after the other.
+
+    `cache` is that of the clean sequences.  `read` must be repeatable, as for `for_chunks`.
+    """
     ends = (probe.positions.amax(1) + 1).tolist()                # columns a row needs, up to its last probe position
-    for start in range(0, scores.shape[1], BLOCK):
-        items = probe.reasoning_mask[:, start:start + BLOCK].nonzero() + torch.tensor([0, start], device=scores.device)
+    for start in range(0, probe.reasoning_mask.shape[1], BLOCK):
+        items = probe.reasoning_mask[:, start:start + BLOCK].nonzero() + torch.tensor([0, start], device=probe.ids.device)
         row_of, token_of = items.T.tolist()                      # one disturbed sequence per item
 
-        def score_items(chunk: list[int]) -> None:
-            rows, tokens = [row_of[i] for i in chunk], [token_of[i] for i in chunk]
-            disturbed = _run_suffixes(model, probe, edits, cache, start, rows, tokens)
-            scores[rows, tokens] = divergence(clean[rows], disturbed, probe.kind)
+        def run(chunk: list[int]) -> None:
+            read(_suffixes(probe, edits, cache, start, [row_of[i] for i in chunk], [token_of[i] for i in chunk]))
 
-        for_chunks([ends[row] for row in row_of], token_budget, score_items)
-    return scores
+        for_chunks([ends[row] for row in row_of], token_budget, run)
 
 
-def _run_suffixes(model, probe: Probe, edits, cache, start: int, rows: list[int], tokens: list[int]) -> torch.Tensor:
-    """Outcomes of disturbed sequences that share the clean prefix up to completion column `start`."""
+def _suffixes(probe: Probe, edits, cache, start: int, rows: list[int], tokens: list[int]) -> Suffixes:
     part = probe.rows(rows)
     begin, end = probe.prompt_width + start, int(part.positions.amax()) + 1
     columns = torch.tensor(tokens, device=part.ids.device) + probe.prompt_width
-    ids = part.ids.scatter(1, columns[:, None], edits[rows, tokens][:, None])[:, begin:end]      # (R, end-begin)
+    ids = part.ids.scatter(1, columns[:, None], edits[rows, tokens][:, None])[:, begin:end]      # (N, end-begin)
     prefix = DynamicCache([(layer.keys[rows, :, :begin], layer.values[rows, :, :begin]) for layer in cache.layers])
-    logits = model(input_ids=ids, attention_mask=part.mask[:, :end].long(), position_ids=part.position_ids[:, begin:end],
-                   cache=prefix, use_cache=True, logits_to_keep=(part.positions - begin).clamp(min=0)).logits   # (R, K, V)
-    return outcome(logits, part)
+    inputs = {"input_ids": ids, "attention_mask": part.mask[:, :end].long(), "position_ids": part.position_ids[:, begin:end],
+              "cache": prefix, "use_cache": True}
+    return Suffixes(rows, tokens, start, inputs, (part.positions - begin).clamp(min=0))
 
 
 # --------------------------------------------------------------------------------------------------------------------

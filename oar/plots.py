@@ -9,7 +9,7 @@ def training_curves(records: list[dict], title: str, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     steps = [r for r in records if "reward" in r]
-    figure, axes = plt.subplots(2, 3, figsize=(13, 6.5), constrained_layout=True)
+    figure, axes = plt.subplots(2, 3, figsize=(13, 7), constrained_layout=True)
     panels = [
         ("reward and validation accuracy", ["reward", "informative_share"], ["validation_sampled", "validation_greedy"]),
         ("entropy (nats)", ["entropy", "entropy_filler", "entropy_pivotal"], []),
@@ -28,15 +28,15 @@ def training_curves(records: list[dict], title: str, path: Path) -> None:
                 axis.plot(*zip(*points), "o--", label=key.replace("_", " "), linewidth=0.8, markersize=4)
         axis.set_title(name, fontsize=10)
         if axis.has_data():
-            axis.legend(fontsize=8)
+            axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=4, frameon=False)
     axis = axes.flat[-1]
     if steps:
         phases = ["rollout", "attribution", "update"]
         axis.stackplot([r["step"] for r in steps], *[[r[f"seconds_{p}"] for r in steps] for p in phases], labels=phases, alpha=0.8)
-        axis.legend(fontsize=8)
+        axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=4, frameon=False)
     axis.set_title("seconds per step", fontsize=10)
     for axis in axes.flat:
-        axis.set_xlabel("step", fontsize=8)
+        axis.set_xlabel("step", fontsize=8, loc="right", labelpad=-2)
         axis.grid(alpha=0.25)
     figure.suptitle(title, fontsize=11)
     temporary = path.with_name(path.name + ".tmp")

@@ -154,6 +154,6 @@ def test_gradient_checkpointing_and_frozen_weights(model, lab_batch, tokenizer, 
     probe = probe_of(lab_batch, tokenizer)
     expected = oar_g(model, probe)
     model.requires_grad_(False)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": reentrant})
     model.train()
     assert torch.allclose(oar_g(model, probe), expected, rtol=1e-4, atol=1e-7)
