@@ -28,7 +28,7 @@ import torch
 from tqdm import tqdm
 from transformers import HfArgumentParser
 
-from oar import checkpoint, data, grpo, lab, metrics, models, plots
+from oar import checkpoint, data, grpo, lab, metrics, models, plots, record
 from oar.batch import random_stream
 from oar.credit import CreditConfig, assign_credit
 from oar.errors import UserError, exit_cleanly
@@ -216,7 +216,7 @@ def train_step(policy, ref_model, optimizer, examples, config: Config, step: int
     owners = [e for e in examples for _ in range(config.group_size)]                 # 2. rewards and advantages
     rewards = torch.tensor([float(is_correct(text, e.answer)) for text, e in zip(batch.texts, owners)], device=batch.prompt_ids.device)
     advantages = grpo.group_advantages(rewards, config.group_size)                   # (B,)
-    roles = lab_roles(policy, batch, owners) if policy.is_lab else None
+    roles = record.lab_roles(policy, batch, owners) if policy.is_lab else None
     clock.append(time.perf_counter())
 
     tell("attributing")                                                              # 3. importance -> weights -> w_t * A_i
@@ -236,41 +236,10 @@ def train_step(policy, ref_model, optimizer, examples, config: Config, step: int
     clock.append(time.perf_counter())
 
     seconds = {f"seconds_{name}": b - a for name, a, b in zip(("rollout", "attribution", "update"), clock, clock[1:])}
-    record = {"step": step, **describe(batch, rewards, advantages, credit, roles, config), **learned, **seconds,
+    line = {"step": step, **record.describe(batch, rewards, advantages, credit, roles, config.group_size), **learned, **seconds,
               **{f"share_{name[8:]}": value / (clock[-1] - clock[0]) for name, value in seconds.items()},
               "memory_mb": metrics.peak_memory_mb(batch.prompt_ids.device)}
-    return record, describe_samples(policy, batch, owners, rewards, advantages, credit, step)
-
-
-def lab_roles(policy, batch, owners) -> list[list[lab.TokenRole]]:
-    """Known role of every token of every completion."""
-    return [lab.label_tokens(lab.parse_problem(e.problem), policy.tokenizer.convert_ids_to_tokens(batch.row_ids(row)))
-            for row, e in enumerate(owners)]
-
-
-def describe(batch, rewards, advantages, credit, roles, config: Config) -> dict[str, float]:
-    """The rollout's and the credit's metrics (README explains each)."""
-    mask, scored = batch.completion_mask, advantages != 0
-    reasoning = credit.reasoning_mask & scored[:, None]
-    record = {"reward": rewards.mean().item(), "informative_share": metrics.informative_share(advantages, config.group_size),
-              "length": mask.sum(1).float().mean().item(), "truncated_share": 1 - batch.finished.float().mean().item(),
-              "entropy": metrics.masked_mean(batch.entropy, mask),
-              "ess_ratio": metrics.ess_ratio(credit.weights, reasoning), "top10_mass": metrics.top_mass(credit.token_advantages, mask)}
-    if roles:
-        for name, kinds in (("filler", ["filler"]), ("pivotal", ["operand", "result"])):
-            rows = [[role.kind in kinds for role in row] + [False] * (mask.shape[1] - len(row)) for row in roles]
-            record[f"entropy_{name}"] = metrics.masked_mean(batch.entropy, torch.tensor(rows, device=mask.device))
-    return {name: None if value != value else value for name, value in record.items()}      # NaN (nothing to average) -> null
-
-
-def describe_samples(policy, batch, owners, rewards, advantages, credit, step: int) -> list[dict]:
-    """The best and the worst completion of the step with their per-token weights."""
-    rows = sorted({int(rewards.argmax()), int(rewards.argmin())})
-    return [{"step": step, "id": owners[row].id, "problem": owners[row].problem, "gold": owners[row].answer, "text": batch.texts[row],
-             "reward": rewards[row].item(), "advantage": advantages[row].item(), "finished": bool(batch.finished[row]),
-             "tokens": [policy.tokenizer.decode([token]) for token in batch.row_ids(row)],
-             "weights": [round(w, 4) for w in credit.weights[row][batch.completion_mask[row]].tolist()],
-             "importance": [float(f"{s:.4g}") for s in credit.importance[row][batch.completion_mask[row]].tolist()]} for row in rows]
+    return line, record.describe_samples(policy, batch, owners, rewards, advantages, credit, step)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -311,41 +280,27 @@ def main() -> None:
         checkpoint.append_jsonl(run / "metrics.jsonl", {"step": 0, **validate(policy, config, held_out, cast, tell)})
     for step in range(done + 1, config.steps + 1):
         problems = examples_of_step(examples, step, config.prompts_per_step, config.seed)
-        record, samples = train_step(policy, ref_model, optimizer, problems, config, step, cast, tell)
+        line, samples = train_step(policy, ref_model, optimizer, problems, config, step, cast, tell)
         last_step = step == config.steps
         if held_out and (last_step or (config.eval_every and step % config.eval_every == 0)):
-            record |= validate(policy, config, held_out, cast, tell)
-        checkpoint.append_jsonl(run / "metrics.jsonl", record)
+            line |= validate(policy, config, held_out, cast, tell)
+        checkpoint.append_jsonl(run / "metrics.jsonl", line)
         if last_step or step % SAMPLES_EVERY == 1:
             for one in samples:
                 checkpoint.append_jsonl(run / "samples.jsonl", one)
         if last_step or step % config.save_every == 0:
             checkpoint.save_checkpoint(run, step, policy.model, policy.tokenizer, optimizer)
-        bar.set_postfix_str(f"reward {record['reward']:.2f}, length {record['length']:.0f}, entropy {record['entropy']:.2f}")
+        bar.set_postfix_str(f"reward {line['reward']:.2f}, length {line['length']:.0f}, entropy {line['entropy']:.2f}")
         bar.update()
-        if record["truncated_share"] == 1:
+        if line["truncated_share"] == 1:
             bar.write(f"step {step}: every completion was cut at --max-new-tokens {config.max_new_tokens}; none could end by itself")
     bar.close()
 
     records = checkpoint.read_records(run / "metrics.jsonl")
     plots.training_curves(records, f"{config.method} on {config.model}, seed {config.seed}", run / "curves.png")
-    summarise(records, say)
+    record.summarise(records, say)
     say(f"run folder  {run}   (curves.png, metrics.jsonl, samples.jsonl, checkpoints/)\n"
         f"try next    python evaluate.py --model {run} --data {config.data}")
-
-
-def summarise(records: list[dict], say) -> None:
-    """The last table: accuracy before and after, time split, memory."""
-    steps = [r for r in records if "reward" in r]
-    first, last = records[0], records[-1]
-    say(f"\n{'validation accuracy':<22}{'before':>8}{'after':>8}")
-    for name in ("greedy", "sampled"):
-        if f"validation_{name}" in first and f"validation_{name}" in last:
-            say(f"{name:<22}{first[f'validation_{name}']:>8.3f}{last[f'validation_{name}']:>8.3f}")
-    say(f"{'training reward':<22}{steps[0]['reward']:>8.3f}{steps[-1]['reward']:>8.3f}")
-    total = {p: sum(r[f"seconds_{p}"] for r in steps) for p in ("rollout", "attribution", "update")}
-    say("time per step          " + ", ".join(f"{p} {t / len(steps):.2f} s ({t / sum(total.values()):.0%})" for p, t in total.items()))
-    say(f"peak memory            {max(r['memory_mb'] for r in steps):.0f} MiB")
 
 
 if __name__ == "__main__":

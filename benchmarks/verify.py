@@ -18,7 +18,8 @@ from oar.verify import is_correct
 
 SHARED = Path(__file__).parents[2] / "shared"
 HOSTILE = [
-    r"\boxed{9^{9^{9^{9^9}}}}", r"\boxed{(10^8)!}", r"\boxed{\sum_{n=1}^{10^{12}}\frac1n}", r"\boxed{10^{10^{10}} \bmod 7}",
+    r"\boxed{9^{9^{9^{9^9}}}}", r"\boxed{(10^8)!}", r"\boxed{\sum_{n=1}^{10^{12}}\frac1n}",
+    r"\boxed{10^{10^{10}} \bmod 7}",
     r"\boxed{" + "7" * 1_000_000 + "}", "7" * 1_000_000, r"\boxed{1e999999999}", r"\boxed{5} " * 10_000,
     r"\boxed{" * 30_000, r"\boxed{" + "(" * 900 + "1" + ")" * 900 + "}", r"\boxed{" + r"\sqrt{" * 35 + "2" + "}" * 36,
     r"\boxed{" + r"\frac{1}{1+" * 30 + "x" + "}" * 31, r"\boxed{" + "x+" * 900 + "x}", r"\boxed{" + "|" * 1900 + "}",
@@ -58,7 +59,7 @@ def integers_per_second(seconds: float = 1.0) -> float:
 def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shared", type=Path, default=SHARED, help="folder with cases/ and data/ (default: %(default)s)")
+    parser.add_argument("--shared", type=Path, default=SHARED, help="folder of the data (default: %(default)s)")
     shared = parser.parse_args().shared
     cases = read_jsonl(shared / "cases" / "verify_cases.jsonl")
     graded = [row for row in read_jsonl(shared / "data" / "graded_dev.jsonl") if truth(row) is not None]
@@ -89,7 +90,8 @@ def main() -> None:
     rows = [
         ("firm cases right", f"{sum(firm)} of {len(firm)}", "", "all", all(firm)),
         ("convention cases as assumed there", f"{sum(soft)} of {len(soft)}", "", "", True),
-        (f"agreement on {len(outcomes)} graded outputs", f"{ours[0]:.2%}", f"{theirs[0]:.2%}", ">= 99.3%", ours[0] >= 0.993),
+        (f"agreement on {len(outcomes)} graded outputs", f"{ours[0]:.2%}", f"{theirs[0]:.2%}", ">= 99.3%",
+         ours[0] >= 0.993),
         ("wrong acceptances", ours[1], theirs[1], f"<= {theirs[1]}", ours[1] <= theirs[1]),
         ("wrong rejections", ours[2], theirs[2], "", True),
         (f"slowest text, {len(HOSTILE)} hostile ones included", f"{slowest:.2f} s", "", "<= 6 s", slowest <= 6),
@@ -98,7 +100,7 @@ def main() -> None:
     print(f"{'':42}{'oar':>12}{'math-verify':>13}{'target':>10}")
     for name, own, other, target, met in rows:
         print(f"{name:42}{own:>12}{other:>13}{target:>10}{'' if met else '  MISSED'}")
-    print("disagreements:", ", ".join(missed) or "none")
+    print("judged otherwise than there:", ", ".join(missed) or "none")
     sys.exit(0 if all(row[-1] for row in rows) else 1)
 
 

@@ -40,7 +40,7 @@ _STATEMENT = re.compile(
     r"\banswer\b(?:"
     r"(?:,?\s+(?:to|for|of|in|then|therefore|thus|should|must|would|will|could|might|may)\b[^\n.:=]{0,60}?)?"
     r"\s+(?:is|are|be|equals)\b|[ *_]{0,4}[:=]|(?:[*_]{2}|(?<=final answer))[*_ \t]*\n)[\s:*_]*", re.I)
-_SENTENCE_END = re.compile(r"\n|[.!?](?=[\s*]|$)")
+_SENTENCE_END = re.compile(r"\n|(?<!\\)[.!?](?=[\s*]|$)")
 _DISPLAY = re.compile(r"(?:\$\$|\\\[).{1,400}?(?:\$\$|\\\])", re.S)
 _LEAD_IN = re.compile(
     r"(?:[A-Za-z']+\s+){1,12}(?:is|are|equals)\s+"
@@ -145,8 +145,8 @@ def _plain(text: str) -> AnswerSpan | None:
     if 0 < end - begin <= 200 and "\n" not in text[begin:end]:
         words = re.findall(r"[A-Za-z]{2,}", re.sub(r"\\[a-zA-Z]+(?:\{[a-zA-Z ]*\})?", " ", text[begin:end]))
         is_name = "=" in text[begin:end] or not re.search(r"\d", text[begin:end])
-        if len(words) <= (3 if not text[begin].isalpha() else 1 if is_name else 0):     # "18 square feet", "Monday", "AB = 5"
-            return AnswerSpan(begin, begin, end)
+        if len(words) <= (3 if not text[begin].isalpha() else 1 if is_name else 0):
+            return AnswerSpan(begin, begin, end)                        # "18 square feet", "Monday", "AB = 5"
     for display in _DISPLAY.finditer(text, max(begin, end - 800)):
         if not text[display.end():end].strip(" .*\n"):
             return AnswerSpan(display.start(), *display.span())

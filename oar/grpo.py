@@ -15,7 +15,7 @@ from contextlib import nullcontext
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from oar.batch import Batch, chunks_by_budget, position_ids
+from oar.batch import Batch, chunks_by_budget, is_out_of_memory, position_ids
 
 LOSS_NORMS = ("sequence", "token", "constant")
 MAX_LOG_RATIO = 20.0          # exp(20) = 5e8: beyond any clip, yet finite in value and gradient
@@ -106,7 +106,8 @@ def update(model, optimizer, batch: Batch, token_advantages: torch.Tensor, coeff
     """Improve the policy on one rollout: `inner_epochs` optimiser steps against the same old log-probabilities.
 
     Rows without any advantage are left out when kl_beta = 0, since their gradient is exactly 0; a step with nothing to
-    learn from changes no weight (Adam's momentum would otherwise move them).  Returns loss, grad_norm (before
+    learn from changes no weight (Adam's momentum would otherwise move them).  When memory runs out, the pass starts over
+    with half the `token_budget`.  Returns loss, grad_norm (before
     clipping), clip_fraction, approx_kl (k3) and, with a reference, kl_ref; averages over tokens and inner epochs.
     """
     rows = range(len(batch)) if ref_model else (token_advantages != 0).any(1).nonzero()[:, 0].tolist()
@@ -118,7 +119,7 @@ def update(model, optimizer, batch: Batch, token_advantages: torch.Tensor, coeff
     tokens = int(batch.completion_mask.sum())
     old = torch.zeros(batch.completion_mask.shape, device=batch.completion_ids.device)            # (B, T)
 
-    def accumulate(epoch: int, chunk: list[int]) -> None:
+    def backward(epoch: int, chunk: list[int]) -> dict[str, float]:
         part = batch.rows(chunk)
         t = part.completion_ids.shape[1]
         with autocast():
@@ -132,14 +133,22 @@ def update(model, optimizer, batch: Batch, token_advantages: torch.Tensor, coeff
         loss = policy_loss(logprobs, old_logprobs, token_advantages[chunk, :t], coefficients[chunk, :t], clip_low, clip_high,
                            ref_logprobs, kl_beta)
         loss.backward()
-        sums["loss"] += loss.item() / inner_epochs
-        for name, value in _drift(logprobs.detach(), old_logprobs, ref_logprobs, part.completion_mask, clip_low, clip_high).items():
-            sums[name] += value / (tokens * inner_epochs)
+        drift = _drift(logprobs.detach(), old_logprobs, ref_logprobs, part.completion_mask, clip_low, clip_high)
+        return {"loss": loss.item(), **{name: value / tokens for name, value in drift.items()}}
 
     for epoch in range(inner_epochs):
-        optimizer.zero_grad(set_to_none=True)
-        for chunk in chunks_by_budget(lengths, token_budget):
-            accumulate(epoch, chunk)
+        parts = None
+        while parts is None:
+            optimizer.zero_grad(set_to_none=True)    # also drops what a pass that ran out of memory had gathered
+            try:
+                parts = [backward(epoch, chunk) for chunk in chunks_by_budget(lengths, token_budget)]
+            except RuntimeError as error:
+                if not is_out_of_memory(error) or token_budget <= max(lengths):
+                    raise
+                token_budget //= 2
+        for part in parts:
+            for name, value in part.items():
+                sums[name] += value / inner_epochs
         sums["grad_norm"] += torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).item() / inner_epochs
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)

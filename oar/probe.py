@@ -39,7 +39,7 @@ class Segments(NamedTuple):
 
 
 def segment(tokenizer, completion_ids: list[int], eos_ids: tuple[int, ...] = ()) -> Segments:
-    """Split sampled ids at their final answer (the one that `verify.find_answer` grades).
+    """Split sampled ids at their final answer: the one that is graded, where a marker announces it.
 
     Character offsets become token numbers by decoding prefixes of the ids, which never re-tokenises them.  The token
     that holds the first character of the marker (of the answer) begins the conclusion (the answer).
@@ -48,7 +48,7 @@ def segment(tokenizer, completion_ids: list[int], eos_ids: tuple[int, ...] = ())
     while own and completion_ids[own - 1] in eos_ids:
         own -= 1                                    # the end mark is tail, not reasoning
     answer = find_answer(decode(tokenizer, completion_ids))
-    if answer is None:
+    if answer is None or answer.marker_start == answer.answer_start:     # nothing marked as the answer
         return Segments(own, own, own, False)
 
     def prefix_length(tokens: int) -> int:          # characters spelt by the first `tokens` tokens

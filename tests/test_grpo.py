@@ -136,6 +136,23 @@ def test_micro_batches_and_padding_change_neither_loss_nor_gradient(model, lab_b
     assert distance(whole, padded) < 1e-5
 
 
+def test_lost_memory_halves_the_micro_batch_and_changes_nothing(model, lab_batch, monkeypatch):
+    token_advantages = torch.linspace(-1, 1, 4)[:, None] * lab_batch.completion_mask
+    expected, stats = sgd_update(model, lab_batch, token_advantages)
+    forward, calls = grpo.completion_logprobs, []
+
+    def small_device(model, part, temperature):
+        calls.append(len(part))
+        if len(part) > 2 or len(calls) == 3:         # too large at first, and once in the middle of a pass
+            raise torch.OutOfMemoryError("CUDA out of memory (simulated)")
+        return forward(model, part, temperature)
+
+    monkeypatch.setattr(grpo, "completion_logprobs", small_device)
+    halved, halved_stats = sgd_update(model, lab_batch, token_advantages, token_budget=200)
+    assert calls[0] == 4 and 3 <= len(calls) <= 10 and distance(halved, expected) < 1e-5
+    assert halved_stats["loss"] == pytest.approx(stats["loss"], abs=1e-6)
+
+
 def test_equal_rewards_change_no_weight_even_with_momentum(model, lab_batch):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     coefficients = grpo.loss_coefficients(lab_batch.completion_mask, "sequence", 16)

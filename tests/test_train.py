@@ -151,6 +151,14 @@ def test_real_model_path_on_a_local_folder(tmp_path):
     assert last["step"] == 2 and "entropy_filler" not in last and "validation_greedy" in last
 
 
+def test_too_few_problems_is_an_error(tmp_path):
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"problem": f"{i}+1?", "answer": "2"}) + "\n" for i in range(5)))
+    config = train.Config(data=str(tmp_path / "p.jsonl"), problem_field="problem", validation_size=3, prompts_per_step=4, max_new_tokens=8)
+    policy = models.load("lab", torch.device("cpu"))._replace(is_lab=False)
+    with pytest.raises(UserError, match="2 problems are left for training .*3 are held out.* fewer than --prompts-per-step 4"):
+        train.load_examples(config, policy)
+
+
 @pytest.mark.parametrize("argv, message", [
     (["--group-size", "1"], "--group-size must be at least 2"),
     (["--lr", "-1"], "--lr must be positive"),

@@ -1,0 +1,49 @@
+"""What a training step and a run leave behind: a line of metrics.jsonl, a few samples, the closing table."""
+import torch
+
+from oar import lab, metrics
+
+
+def lab_roles(policy, batch, owners) -> list[list[lab.TokenRole]]:
+    """Known role of every token of every completion."""
+    return [lab.label_tokens(lab.parse_problem(e.problem), policy.tokenizer.convert_ids_to_tokens(batch.row_ids(row)))
+            for row, e in enumerate(owners)]
+
+
+def describe(batch, rewards, advantages, credit, roles, group_size: int) -> dict[str, float]:
+    """The rollout's and the credit's metrics (README explains each)."""
+    mask, scored = batch.completion_mask, advantages != 0
+    reasoning = credit.reasoning_mask & scored[:, None]
+    numbers = {"reward": rewards.mean().item(), "informative_share": metrics.informative_share(advantages, group_size),
+              "length": mask.sum(1).float().mean().item(), "truncated_share": 1 - batch.finished.float().mean().item(),
+              "entropy": metrics.masked_mean(batch.entropy, mask),
+              "ess_ratio": metrics.ess_ratio(credit.weights, reasoning), "top10_mass": metrics.top_mass(credit.token_advantages, mask)}
+    if roles:
+        for name, kinds in (("filler", ["filler"]), ("pivotal", ["operand", "result"])):
+            rows = [[role.kind in kinds for role in row] + [False] * (mask.shape[1] - len(row)) for row in roles]
+            numbers[f"entropy_{name}"] = metrics.masked_mean(batch.entropy, torch.tensor(rows, device=mask.device))
+    return {name: None if value != value else value for name, value in numbers.items()}      # NaN (nothing to average) -> null
+
+
+def describe_samples(policy, batch, owners, rewards, advantages, credit, step: int) -> list[dict]:
+    """The best and the worst completion of the step with their per-token weights."""
+    rows = sorted({int(rewards.argmax()), int(rewards.argmin())})
+    return [{"step": step, "id": owners[row].id, "problem": owners[row].problem, "gold": owners[row].answer, "text": batch.texts[row],
+             "reward": rewards[row].item(), "advantage": advantages[row].item(), "finished": bool(batch.finished[row]),
+             "tokens": [policy.tokenizer.decode([token]) for token in batch.row_ids(row)],
+             "weights": [round(w, 4) for w in credit.weights[row][batch.completion_mask[row]].tolist()],
+             "importance": [float(f"{s:.4g}") for s in credit.importance[row][batch.completion_mask[row]].tolist()]} for row in rows]
+
+
+def summarise(records: list[dict], say) -> None:
+    """The last table: accuracy before and after, time split, memory."""
+    steps = [r for r in records if "reward" in r]
+    first, last = records[0], records[-1]
+    say(f"\n{'validation accuracy':<22}{'before':>8}{'after':>8}")
+    for name in ("greedy", "sampled"):
+        if f"validation_{name}" in first and f"validation_{name}" in last:
+            say(f"{name:<22}{first[f'validation_{name}']:>8.3f}{last[f'validation_{name}']:>8.3f}")
+    say(f"{'training reward':<22}{steps[0]['reward']:>8.3f}{steps[-1]['reward']:>8.3f}")
+    total = {p: sum(r[f"seconds_{p}"] for r in steps) for p in ("rollout", "attribution", "update")}
+    say("time per step          " + ", ".join(f"{p} {t / len(steps):.2f} s ({t / sum(total.values()):.0%})" for p, t in total.items()))
+    say(f"peak memory            {max(r['memory_mb'] for r in steps):.0f} MiB")
