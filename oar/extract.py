@@ -34,7 +34,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*(?=[{\d\\(.+-]|[A-Za-z](?![a-
 _GAP = r"(?:[\s$~]|\\[()\[\],;: ]|\\q?quad)*"
 _JOIN = re.compile(rf"{_GAP}(?:[,;&]|(?:,\s*)?(?:and|or|\\text\{{\s*(?:and|or)\s*\}})){_GAP}")
 _BARE = re.compile(r"(?:\\[a-zA-Z]+|\\[^)\]\s]|[^\s{}$\\]|\{[^{}\n]*\})*")
-_HASHES = re.compile(r"(?<!#)####(?!#)\s*([^\n]*)")
+_HASHES = re.compile(r"(?<!#)####(?!#)\s*((?:(?!####)[^\n])*)")
 _HEADING = re.compile(r"[\s*_]*(?:\d+[.):]\s*)?[*_]*[A-Za-z]{2,}")
 _STATEMENT = re.compile(
     r"\banswer\b(?:"

@@ -49,6 +49,7 @@ def boxed(answer):
     ("2 + 6 = 8\n#### 8 apples\n", "8 apples"),
     ("#### Step 1\nadd\n#### 8", "8"),
     ("#### Conclusion\nThe answer is 8.", "8"),
+    ("#### 3 so #### 8", "8"),
     ("#### 3\n#### ", None),
     ("The answer is 8.", "8"),
     ("The answer is 8. Hold on, the answer is 9.", "9"),
