@@ -8,13 +8,13 @@ from typing import Literal
 
 import torch
 
-from oar import baselines, gradnoise, lab, perturb
+from oar import baselines, gradnoise, lab, perturb, total, totalgrad
 from oar.batch import Batch
 from oar.models import Policy
 from oar.probe import FORCED_CONCLUSION, build_probe, reasoning_mask, segment
 from oar.reshape import reshape
 
-METHODS = ("grpo", "oar_p", "oar_g", "oar_f", "random", "entropy", "entropy_bonus", "ktae", "roles", "inverted")
+METHODS = ("grpo", "oar_p", "oar_g", "oar_f", "oar_t", "oar_tg", "random", "entropy", "entropy_bonus", "ktae", "roles", "inverted")
 
 
 @dataclass
@@ -22,9 +22,9 @@ class CreditConfig:
     """How credit is spread over the tokens of a completion."""
     method: Literal[METHODS] = field(default="oar_g", metadata={"help": "Credit assignment (README: table of methods)."})
     probe: Literal["last", "answer_mean", "answer_joint"] = field(default="answer_mean", metadata={"help": "What counts as the outcome."})
-    perturb: Literal["mask", "resample"] = field(default="mask", metadata={"help": "OAR-P: what replaces a token."})
+    perturb: Literal["auto", "mask", "resample", "other"] = field(default="auto", metadata={"help": "OAR-P, oar_t: what replaces a token; other: the policy's best other token (auto: mask for OAR-P, other for oar_t)."})
     noise_std: float = field(default=1e-3, metadata={"help": "OAR-G: standard deviation of the embedding noise."})
-    noise_draws: int = field(default=1, metadata={"help": "OAR-G: noise draws whose scores are averaged."})
+    noise_draws: int = field(default=1, metadata={"help": "OAR-G, oar_tg: random draws whose scores are averaged."})
     fisher_samples: int = field(default=4, metadata={"help": "oar_f: outcomes sampled per completion."})
     gate: Literal["both", "boost_only", "suppress_only"] = field(default="both", metadata={"help": "Which half of the gate acts."})
     threshold: float = field(default=0.25, metadata={"help": "Quantile of the scores that separates suppressed from boosted tokens."})
@@ -65,12 +65,15 @@ def score_importance(policy: Policy, batch: Batch, segments, config: CreditConfi
         scores = gradnoise.oar_g(model, probe, config.noise_std, config.noise_draws, generator, token_budget)
     elif method == "oar_f":
         scores = gradnoise.oar_f(model, probe, config.fisher_samples, generator, token_budget)
-    else:                                                                            # oar_p, inverted
-        if config.perturb == "mask":
+    elif method == "oar_tg":
+        scores = totalgrad.oar_tg(model, probe, config.noise_draws, generator, token_budget)
+    else:                                                                            # oar_p, inverted, oar_t
+        edit = config.perturb if config.perturb != "auto" else "other" if method == "oar_t" else "mask"
+        if edit == "mask":
             edits = perturb.mask_edits(probe, tokenizer.pad_token_id)
         else:
-            edits = perturb.resample_edits(model, probe, temperature, generator, token_budget)
-        scores = perturb.oar_p(model, probe, edits, token_budget)                    # (B, S)
+            edits = perturb.resample_edits(model, probe, 0.0 if edit == "other" else temperature, generator, token_budget)
+        scores = (total.oar_t if method == "oar_t" else perturb.oar_p)(model, probe, edits, token_budget)    # (B, S)
 
     importance = torch.zeros(mask.shape, device=mask.device)                         # S and T may differ: copy what both hold
     width = min(scores.shape[1], mask.shape[1])

@@ -2,8 +2,9 @@
 
     s_t = divergence(outcome(clean), outcome(reasoning token t replaced))         for every reasoning token t
 
-`edits` says what token t is replaced by: the mask token (`mask_edits`; the pad token, attended to, as the paper masks) or
-a sample from the policy's own next-token distribution at that place (`resample_edits`), an in-distribution edit.
+`edits` says what token t is replaced by: the mask token (`mask_edits`; the pad token, attended to, as the paper masks), or
+an in-distribution edit (`resample_edits`): a sample from the policy's own next-token distribution at that place, or its
+best other token (temperature 0).
 
 KL scores are clamped at 0 (rounding).  `answer_joint` scores can be negative: replacing the token made the answer
 *likelier*.  They are clamped at 0 too, since such a token does not support the answer and earns no credit for it.
@@ -17,7 +18,7 @@ from oar.batch import eval_mode, for_chunks
 from oar.probe import LOGIT_FLOOR, Probe, divergence, forced_targets, outcome, probe_logits
 from oar.rollout import pick_tokens
 
-PERTURBATIONS = ("mask", "resample")
+PERTURBATIONS = ("mask", "resample", "other")
 BLOCK = 8     # neighbouring tokens that share one prefix: wider shares less compute, narrower needs more forwards
 
 
@@ -129,6 +130,7 @@ def mask_edits(probe: Probe, mask_id: int) -> torch.Tensor:
 def resample_edits(model, probe: Probe, temperature: float, generator: torch.Generator, token_budget: int) -> torch.Tensor:
     """Replace every reasoning token by a sample of the policy's next-token distribution there, the token itself excluded.
 
+    Temperature 0 takes the best other token.
     One inverse-CDF draw per token, its randomness from `generator` (on the CPU): (B, S) token ids.
     """
     own = probe.ids[:, probe.prompt_width:]                                          # (B, S)

@@ -28,12 +28,12 @@ def training_curves(records: list[dict], title: str, path: Path) -> None:
                 axis.plot(*zip(*points), "o--", label=key.replace("_", " "), linewidth=0.8, markersize=4)
         axis.set_title(name, fontsize=10)
         if axis.has_data():
-            axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=4, frameon=False)
+            axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncol=2, frameon=False)
     axis = axes.flat[-1]
     if steps:
         phases = ["rollout", "attribution", "update"]
         axis.stackplot([r["step"] for r in steps], *[[r[f"seconds_{p}"] for r in steps] for p in phases], labels=phases, alpha=0.8)
-        axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=4, frameon=False)
+        axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncol=2, frameon=False)
     axis.set_title("seconds per step", fontsize=10)
     for axis in axes.flat:
         axis.set_xlabel("step", fontsize=8, loc="right", labelpad=-2)

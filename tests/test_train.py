@@ -92,10 +92,10 @@ def test_resume_refuses_a_changed_config(tmp_path):
 def test_every_method_trains(tmp_path, method):
     last = records(run(tmp_path, "--method", method, "--steps", "1", "--validation-size", "0"))[-1]
     assert last["grad_norm"] > 0
-    if method in ("oar_p", "oar_g", "oar_f", "random", "entropy", "roles", "inverted"):
-        assert last["ess_ratio"] < 0.999
-    else:
+    if method in ("grpo", "entropy_bonus", "ktae"):
         assert last["ess_ratio"] == pytest.approx(1)
+    else:
+        assert last["ess_ratio"] < 0.999
 
 
 @pytest.mark.parametrize("extra", [
@@ -104,7 +104,9 @@ def test_every_method_trains(tmp_path, method):
     ["--gate", "boost_only", "--no-renormalise"], ["--temperature", "0.7", "--probe", "answer_joint", "--method", "oar_p"], ["--instructions", "2"]])
 def test_options_run(tmp_path, extra):
     last = records(run(tmp_path, "--steps", "2", "--validation-size", "0", *extra))[-1]
-    assert last["grad_norm"] > 0 and last["grad_norm"] < 100
+    assert last["step"] == 2 and 0 <= last["grad_norm"] < 100
+    if "--instructions" not in extra:                # two instructions are easy: their groups may be all right
+        assert last["grad_norm"] > 0
     if "--inner-epochs" in extra:
         assert last["approx_kl"] > 0
     if "--kl-beta" in extra:
