@@ -106,9 +106,9 @@ def load_problems(config: Config, is_lab: bool) -> list[data.Example]:
 
 
 def accepted(policy, batch, row: int, gold) -> bool:
-    """Whether a completion is shown: it is right (or answers, when no gold is known) and has reasoning to score."""
-    right = is_correct(batch.texts[row], gold) if gold else extract_answer(batch.texts[row]) is not None
-    return right and segment(policy.tokenizer, batch.row_ids(row), policy.eos_ids).reasoning_end > 0
+    """Whether a completion is shown: it marks its answer, that is right (when the gold is known), and reasoning comes first."""
+    cut = segment(policy.tokenizer, batch.row_ids(row), policy.eos_ids)
+    return cut.answered and cut.reasoning_end > 0 and (not gold or is_correct(batch.texts[row], gold))
 
 
 def sample_until_enough(policy, config: Config, examples, cast, say) -> list[attribution.Attribution]:

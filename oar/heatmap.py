@@ -52,7 +52,8 @@ def terminal(result: Attribution, colours: bool, width: int | None = None) -> st
             text = visible(result.tokens[t]) or "·"
             causal = bool(result.causal and result.causal[t])
             if not colours:
-                text = (" " if text.startswith(" ") else "") + (f"[{text.strip()}]" if weight >= 1.25 else text.strip() or text) + "*" * causal
+                core = text.strip() or "·"
+                text = " " * text.startswith(" ") + (f"[{core}]" if weight >= 1.25 else core) + "*" * causal
             if column and column + len(text) > width - indent:
                 line, used, column = line + used + "\n" + " " * indent, "", 0
             used += paint(text, weight, causal) if colours else text
@@ -156,7 +157,8 @@ def picture(result: Attribution, title: str, path: Path) -> None:
         for x, t in enumerate(tokens):
             axis.get_xticklabels()[x].set_color("#8c959f" if result.parts[t] != "reasoning" else "#c1121f" if result.causal and result.causal[t] else "black")
     cut = f" (first {shown} of {len(result.tokens)} tokens)" if shown < len(result.tokens) else ""
-    figure.suptitle(visible(title) + cut, fontsize=10, parse_math=False)
+    legend = "weight: blue below 1, orange above" + ("; triangles: causal tokens" if result.causal is not None else "")
+    figure.suptitle(f"{visible(title)}{cut}\n{legend}", fontsize=9, parse_math=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")      # a character that the font lacks shows as a box
         figure.savefig(path, dpi=130)

@@ -7,7 +7,7 @@ its place the re-decoded answer is wrong, while with the token itself it is righ
     regenerate="answer"    the later reasoning and the conclusion stay as they
                            were written, only the answer is decoded again          direct effect
 
-1. Completions that are wrong have no causal tokens, and only reasoning tokens are tried.
+1. Completions that are wrong, or do not mark their answer, have no causal tokens; only reasoning tokens are tried.
 2. Greedy decoding makes the oracle deterministic, and a token's verdict depends on its own completion alone.
 3. The control ("with the token itself") matters for sampled completions: where greedy decoding would go wrong anyway, a
    wrong answer says nothing about the token.  It is cheap: as long as the completion takes the greedy choices, its
@@ -46,16 +46,18 @@ def causal_tokens(policy: Policy, batch: Batch, segments: list[Segments], golds:
     forward holds about `token_budget` tokens, cache included.
     """
     causal = torch.zeros_like(batch.completion_mask)                                 # (B, T)
-    right = [row for row, (text, gold) in enumerate(zip(batch.texts, golds)) if is_correct(text, gold)]
+    right = [row for row, cut in enumerate(segments) if cut.answered and is_correct(batch.texts[row], golds[row])]
     width = batch.prompt_ids.shape[1] + batch.completion_ids.shape[1]
 
     def judge_rows(chunk: list[int]) -> None:
         rows = [right[i] for i in chunk]
         part, cuts = batch.rows(rows), [segments[row] for row in rows]
         cache, greedy, other = read_clean(policy.model, part)
+        ending = {token for row in other for token in row if token in policy.eos_ids
+                  or any(stop in decode(policy.tokenizer, [token]) for stop in stop_strings)}
         trials = {}                                                                  # (row, t, is it the control?) -> Trial
         for row, cut in enumerate(cuts):
-            trials |= plan_trials(row, part.row_ids(row), cut, greedy[row], other[row], regenerate, max_new_tokens, policy.eos_ids)
+            trials |= plan_trials(row, part.row_ids(row), cut, greedy[row], other[row], regenerate, max_new_tokens, ending)
         verdicts = run_trials(policy, part, cache, trials, [golds[row] for row in rows], token_budget, stop_strings)
         for row, cut in enumerate(cuts):
             holds = True                             # does the completion itself, decoded again from here, come out right?
@@ -83,14 +85,15 @@ def read_clean(model, part: Batch) -> tuple[DynamicCache, list[list[int]], list[
 
 
 def plan_trials(row: int, ids: list[int], cut: Segments, greedy: list[int], other: list[int], regenerate: str,
-                max_new_tokens: int, eos_ids: tuple[int, ...]) -> dict[tuple, Trial]:
-    """The re-decodings of one completion: every reasoning token exchanged, and the controls that differ."""
+                max_new_tokens: int, ending: set[int]) -> dict[tuple, Trial]:
+    """The re-decodings of one completion: every reasoning token exchanged, and the controls that differ.  A token of
+    `ending` ends the completion, so nothing is decoded after it."""
     trials = {}
     for t in range(cut.reasoning_end):
         rest, room = [], max_new_tokens - t - 1
         if regenerate == "answer":
             rest, room = ids[t + 1:cut.answer_start], cut.answer_end - cut.answer_start + ANSWER_ROOM
-        ended = regenerate == "all" and other[t] in eos_ids
+        ended = regenerate == "all" and other[t] in ending
         trials[row, t, False] = Trial(row, t, [other[t]] + rest, 0 if ended else room)
         departs = regenerate == "all" and ids[t + 1] != greedy[t + 1]                # decoding goes another way from here
         if departs or t == cut.reasoning_end - 1:
