@@ -1,7 +1,10 @@
 """Easy word problems of one step, for models that are too small for GSM8K, with a few worked examples as prompt.
 
 The worked examples make completions short and their final answer easy to find.
+
+    python -m benchmarks.word_problems > words.jsonl                   # 60 of them, for train.py --data words.jsonl
 """
+import json
 import random
 
 from oar.data import Example
@@ -41,3 +44,8 @@ def examples(count: int, seed: int) -> list[Example]:
         if len(problems) == count:
             break
     return [Example(text, str(answer), f"word-{i:04d}") for i, (text, answer) in enumerate(problems.items())]
+
+
+if __name__ == "__main__":
+    for example in examples(60, 0):
+        print(json.dumps({"problem": example.problem, "answer": example.answer, "id": example.id}))
