@@ -1,6 +1,6 @@
 """How oar_t's edges and propagation were chosen: recall of causal tokens on *validation* completions of the lab.
 
-    python -m benchmarks.edges                     # 60 completions, about 5 minutes on one core
+    python -m benchmarks.edges                     # 64 problems, 2 minutes on one core
 
 Edge t -> u from the distribution at u, clean p and disturbed q: total variation; the drop of the written token's
 probability; KL(p || q) clipped at 1.  Credit flows back as the strongest chain, I = max(d, max D I), or as noisy-or,

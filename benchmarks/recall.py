@@ -1,7 +1,8 @@
 """Do importance scores find the tokens that decide the answer?  Recall of causal tokens in the top K % of each ranking.
 
-    python -m benchmarks.recall                                        # the lab, 240 correct completions of test problems
-    python -m benchmarks.recall --model PATH.gguf                      # a real model on easy word problems
+    python -m benchmarks.recall                                        # the lab, 240 completions: 10 minutes on one core
+    python -m benchmarks.recall --model PATH.gguf --block 8 --completions 36 --problems 240 --max-new-tokens 40 --temperature 0.5
+                                                                       # SmolLM2-135M on easy word problems: 25 minutes
     python -m benchmarks.recall --model PATH.gguf --data FILE.jsonl    # ... on problems of yours
 
 Of each problem the first correct completion among G sampled ones is taken.  Its causal tokens come from the two oracles
