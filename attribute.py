@@ -30,7 +30,7 @@ from oar import attribution, credit, data, heatmap, lab, models
 from oar.attribution import DEFAULT_METHODS, NEEDS_GROUP
 from oar.batch import random_stream
 from oar.checkpoint import write_atomically
-from oar.errors import UserError, exit_cleanly
+from oar.errors import UserError, exit_cleanly, parse_flags
 from oar.probe import segment
 from oar.rollout import draw_uniforms, sample
 from oar.verify import extract_answer, is_correct
@@ -155,7 +155,7 @@ def read_completion(policy, config: Config, example, cast) -> list[attribution.A
 
 def main() -> None:
     parser = HfArgumentParser(Config, description=__doc__.split("\n")[0], allow_abbrev=False)
-    config = parser.parse_args_into_dataclasses(sys.argv[1:], look_for_args_file=False)[0]
+    config, = parse_flags(parser, sys.argv[1:])
     say = (lambda *text: None) if config.quiet else partial(print, flush=True)
     device = models.pick_device(config.device)
     cast = partial(models.autocast, device, models.pick_dtype(config.dtype, device))

@@ -33,7 +33,7 @@ from transformers import HfArgumentParser
 from oar import checkpoint, data, evaluation, lab, models
 from oar.batch import for_chunks, random_stream
 from oar.data import BENCHMARKS, LAB_TEST_PROBLEMS
-from oar.errors import UserError, exit_cleanly
+from oar.errors import UserError, exit_cleanly, parse_flags
 from oar.rollout import draw_uniforms, sample
 from oar.verify import extract_answer, is_correct
 
@@ -275,8 +275,7 @@ def report(out: Path, settings: dict, results: dict, tables: list[str], record: 
 
 
 def main() -> None:
-    config, = HfArgumentParser(Config, description=__doc__.split("\n")[0], allow_abbrev=False).parse_args_into_dataclasses(
-        sys.argv[1:], look_for_args_file=False)
+    config, = parse_flags(HfArgumentParser(Config, description=__doc__.split("\n")[0], allow_abbrev=False), sys.argv[1:])
     check(config)
     if config.grade:
         return grade(config)

@@ -31,13 +31,13 @@ from transformers import HfArgumentParser
 from oar import checkpoint, data, grpo, lab, metrics, models, plots, record
 from oar.batch import random_stream
 from oar.credit import CreditConfig, assign_credit
-from oar.errors import UserError, exit_cleanly
+from oar.errors import UserError, exit_cleanly, parse_flags
 from oar.rollout import draw_uniforms, sample
 from oar.verify import is_correct
 
 # Defaults that depend on the model; each is overridden by its flag and printed at the start.
 PRESETS = {
-    "lab": dict(data="lab", steps=60, prompts_per_step=8, group_size=8, max_new_tokens=80, lr=2e-4, validation_size=256,
+    "lab": dict(data="lab", steps=60, prompts_per_step=8, group_size=8, max_new_tokens=80, lr=1e-4, validation_size=256,
                 eval_every=20, tokens_per_pass=32768),
     "real": dict(data="openai/gsm8k", steps=200, prompts_per_step=16, group_size=8, max_new_tokens=1024, lr=1e-6,
                  validation_size=100, eval_every=0, tokens_per_pass=8192),
@@ -102,14 +102,7 @@ class Session:
 def parse_config(argv: list[str]) -> tuple[Config, Session, Path]:
     """Flags -> (resolved config, session, run folder). UserError for impossible or contradictory values."""
     parser = HfArgumentParser((Config, Session), description=__doc__.split("\n")[0], allow_abbrev=False)
-
-    def parse() -> tuple[Config, Session]:
-        config, session, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True, look_for_args_file=False)
-        if unknown:
-            raise UserError(f"unknown argument {unknown[0]} (see --help)")
-        return config, session
-
-    config, session = parse()
+    config, session = parse_flags(parser, argv)
     if session.resume:
         run = Path(session.resume)
         try:
@@ -117,7 +110,7 @@ def parse_config(argv: list[str]) -> tuple[Config, Session, Path]:
         except (OSError, ValueError) as error:
             raise UserError(f"--resume {run}: cannot read its config.json ({error})") from None
         parser.set_defaults(**saved)
-        config, session = parse()
+        config, session = parse_flags(parser, argv)
         for name, value in dataclasses.asdict(config).items():
             if value != saved.get(name, value):
                 raise UserError(f"--resume {run}: --{name.replace('_', '-')} is {saved[name]!r} in this run, not {value!r}")

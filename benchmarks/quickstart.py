@@ -3,7 +3,7 @@
     python -m benchmarks.quickstart                                    # 4 methods x 4 seeds, about a minute a run on two cores
     python -m benchmarks.quickstart --methods grpo oar_g --seeds 0 1
 
-Every run is `python train.py --method M --seed S` with the lab's defaults (60 steps of 8 x 8 completions, lr 2e-4).  Runs
+Every run is `python train.py --method M --seed S` with the lab's defaults (60 steps of 8 x 8 completions, lr 1e-4).  Runs
 that are complete already are not repeated.  Writes benchmarks/results/quickstart.json.  Four seeds show that training
 works and how much seeds differ; they do not rank methods.
 """

@@ -28,7 +28,7 @@ from benchmarks import recall_report, word_problems
 from oar import baselines, credit, data, lab, models
 from oar.batch import random_stream
 from oar.checkpoint import append_jsonl, read_records, write_atomically
-from oar.errors import UserError, exit_cleanly
+from oar.errors import UserError, exit_cleanly, parse_flags
 from oar.oracle import ORACLES, causal_tokens
 from oar.probe import PROBES, reasoning_mask, segment
 from oar.rollout import draw_uniforms, sample
@@ -167,7 +167,7 @@ def collect(policy, config: Config, out: Path) -> tuple[list[dict], int]:
 
 
 def main() -> None:
-    config = HfArgumentParser(Config, description=__doc__.split("\n")[0], allow_abbrev=False).parse_args_into_dataclasses(sys.argv[1:])[0]
+    config, = parse_flags(HfArgumentParser(Config, description=__doc__.split("\n")[0], allow_abbrev=False), sys.argv[1:])
     if config.group_size < 2 or min(config.completions, config.problems, config.block, config.max_new_tokens) < 1 or config.temperature <= 0:
         raise UserError("--group-size must be at least 2, --temperature and the other counts positive")
     policy = models.load(config.model, models.pick_device("cpu"))

@@ -38,7 +38,7 @@ def weights(folder):
 def test_run_folder_is_complete(tmp_path, capsys):
     folder = run(tmp_path)
     config = json.loads((folder / "config.json").read_text())
-    assert config["method"] == "oar_g" and config["lr"] == 2e-4 and None not in (config["steps"], config["data"])
+    assert config["method"] == "oar_g" and config["lr"] == 1e-4 and None not in (config["steps"], config["data"])
     metrics = checkpoint.read_records(folder / "metrics.jsonl")
     assert [r["step"] for r in metrics] == [0, 1, 2, 3, 4]
     for name in ("reward", "informative_share", "entropy", "entropy_filler", "entropy_pivotal", "length", "truncated_share", "clip_fraction",
@@ -81,7 +81,7 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path):
 def test_resume_refuses_a_changed_config(tmp_path):
     folder = run(tmp_path, "--steps", "1")
     sys.argv = ["train.py", "--resume", str(folder), "--lr", "1e-3"]
-    with pytest.raises(UserError, match="--lr is 0.0002 in this run, not 0.001"):
+    with pytest.raises(UserError, match="--lr is 0.0001 in this run, not 0.001"):
         train.main()
     sys.argv = ["train.py", "--out", str(folder)]
     with pytest.raises(UserError, match="holds a run already"):
