@@ -16,7 +16,7 @@
 import dataclasses
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -30,17 +30,14 @@ from oar import attribution, credit, data, heatmap, lab, models
 from oar.attribution import DEFAULT_METHODS, NEEDS_GROUP
 from oar.batch import random_stream
 from oar.checkpoint import write_atomically
-from oar.errors import UserError, exit_cleanly, parse_flags
+from oar.errors import UserError, exit_cleanly
+from oar.flags import flag, parse_flags
 from oar.probe import segment
 from oar.rollout import draw_uniforms, sample
 from oar.verify import extract_answer, is_correct
 
 MAX_TRIES = 200              # problems sampled before giving up
 LAB_TOKENS, REAL_TOKENS = 80, 256
-
-
-def flag(default, help: str):
-    return field(default=default, metadata={"help": help})
 
 
 @dataclass

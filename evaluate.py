@@ -21,7 +21,7 @@ import math
 import os
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal, Optional
@@ -33,7 +33,8 @@ from transformers import HfArgumentParser
 from oar import checkpoint, data, evaluation, lab, models
 from oar.batch import for_chunks, random_stream
 from oar.data import BENCHMARKS, LAB_TEST_PROBLEMS
-from oar.errors import UserError, exit_cleanly, parse_flags
+from oar.errors import UserError, exit_cleanly
+from oar.flags import flag, parse_flags
 from oar.rollout import draw_uniforms, sample
 from oar.verify import extract_answer, is_correct
 
@@ -43,12 +44,6 @@ PRESETS = {
     "real": dict(data=["gsm8k"], samples=1, max_new_tokens=1024, batch_size=32),
 }
 NOT_SETTINGS = ("k", "batch_size", "grade", "out", "quiet")      # flags that may differ when a folder is continued
-
-
-def flag(default, help: str):
-    if isinstance(default, list):
-        return field(default_factory=lambda: default, metadata={"help": help})
-    return field(default=default, metadata={"help": help})
 
 
 @dataclass
@@ -176,7 +171,7 @@ def check_language(name: str, policy: models.Policy, benchmarks: dict[str, list[
 
 def fitting_prompts(policy: models.Policy, examples: list[data.Example], max_new_tokens: int) -> list[tuple[data.Example, list[int]]]:
     """(problem, prompt ids) of those that leave room for a whole completion, longest prompt first."""
-    room = getattr(policy.model.config.get_text_config(), "max_position_embeddings", sys.maxsize) - max_new_tokens
+    room = models.prompt_room(policy, max_new_tokens)
     prompts = [(example, data.encode_prompt(policy, example.problem)) for example in examples]
     return sorted([pair for pair in prompts if len(pair[1]) <= room], key=lambda pair: -len(pair[1]))
 

@@ -18,7 +18,7 @@ import json
 import random
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,8 @@ from transformers import HfArgumentParser
 from oar import checkpoint, data, grpo, lab, metrics, models, plots, record
 from oar.batch import random_stream
 from oar.credit import CreditConfig, assign_credit
-from oar.errors import UserError, exit_cleanly, parse_flags
+from oar.errors import UserError, exit_cleanly
+from oar.flags import flag, parse_flags
 from oar.rollout import draw_uniforms, sample
 from oar.verify import is_correct
 
@@ -44,10 +45,6 @@ PRESETS = {
 }
 SAMPLES_EVERY = 10       # steps between entries of samples.jsonl
 VALIDATION_ROWS = 128    # validation completions decoded together
-
-
-def flag(default, help: str):
-    return field(default=default, metadata={"help": help})
 
 
 @dataclass
@@ -157,7 +154,7 @@ def load_examples(config: Config, policy: models.Policy) -> tuple[list[data.Exam
         examples = data.read_jsonl(config.data, config.problem_field, config.answer_field)
     else:
         examples = data.read_hub(config.data, config.data_split, config.problem_field, config.answer_field, config.data_config)
-    room = getattr(policy.model.config.get_text_config(), "max_position_embeddings", sys.maxsize) - config.max_new_tokens
+    room = models.prompt_room(policy, config.max_new_tokens)
     fitting = [e for e in examples if len(data.encode_prompt(policy, e.problem)) <= room]
     random.Random("validation").shuffle(fitting)     # the same hold-out for every seed and method
     held_out, train = fitting[:config.validation_size], fitting[config.validation_size:]

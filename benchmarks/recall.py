@@ -28,12 +28,12 @@ from benchmarks import recall_report, word_problems
 from oar import baselines, credit, data, lab, models
 from oar.batch import random_stream
 from oar.checkpoint import append_jsonl, read_records, write_atomically
-from oar.errors import UserError, exit_cleanly, parse_flags
+from oar.errors import UserError, exit_cleanly
+from oar.flags import flag, parse_flags
 from oar.oracle import ORACLES, causal_tokens
 from oar.probe import PROBES, reasoning_mask, segment
 from oar.rollout import draw_uniforms, sample
 from oar.verify import is_correct
-from train import flag
 
 MAIN_PROBE = recall_report.MAIN_PROBE
 TOP = (5, 10, 20, 30, 40, 50)     # per cent

@@ -13,11 +13,3 @@ def exit_cleanly(main) -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-
-
-def parse_flags(parser, argv: list[str]) -> tuple:
-    """One dataclass per type of an HfArgumentParser; UserError for an argument that none of them has."""
-    *configs, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True, look_for_args_file=False)
-    if unknown:
-        raise UserError(f"unknown argument {unknown[0]} (see --help)")
-    return tuple(configs)

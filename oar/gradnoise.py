@@ -24,6 +24,7 @@ from torch.func import functional_call
 
 from oar.batch import eval_mode, for_chunks
 from oar.probe import Probe, divergence, forced_targets, outcome, probe_logits
+from oar.rollout import invert_cdf
 
 
 def input_embeddings(model, probe: Probe) -> torch.Tensor:
@@ -100,10 +101,8 @@ def sample_loglik(logits: torch.Tensor, probe: Probe, uniforms: torch.Tensor) ->
     else:
         mask = torch.ones_like(probe.position_mask[:, :1])
         logprobs = outcome(logits, probe)[:, None]                                   # (R, 1, V)
-    cdf = logprobs.detach().exp().cumsum(-1)
-    draw = (cdf <= uniforms[:, :cdf.shape[1], None] * cdf[..., -1:]).sum(-1, keepdim=True)
-    draw = torch.minimum(draw, (cdf < cdf[..., -1:]).sum(-1, keepdim=True))          # (R, K or 1, 1)
-    return (logprobs.gather(-1, draw)[..., 0] * mask).sum(1) / mask.sum(1)
+    draw = invert_cdf(logprobs.detach().exp(), uniforms[:, :logprobs.shape[1]])      # (R, K or 1)
+    return (logprobs.gather(-1, draw[..., None])[..., 0] * mask).sum(1) / mask.sum(1)
 
 
 def oar_f(model, probe: Probe, samples: int, generator: torch.Generator, token_budget: int) -> torch.Tensor:

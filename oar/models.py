@@ -7,6 +7,7 @@
 3. Remote code is never run unless `trust_remote_code` is set.
 """
 import inspect
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -104,6 +105,11 @@ def eos_token_ids(model, tokenizer) -> tuple[int, ...]:
     named = model.generation_config.eos_token_id if model.generation_config else None
     named = named if isinstance(named, (list, tuple)) else [named]
     return tuple(sorted({i for i in [*named, tokenizer.eos_token_id] if i is not None}))
+
+
+def prompt_room(policy: Policy, max_new_tokens: int) -> int:
+    """Longest prompt, in tokens, that leaves room for `max_new_tokens` in the model's context."""
+    return getattr(policy.model.config.get_text_config(), "max_position_embeddings", sys.maxsize) - max_new_tokens
 
 
 def disable_dropout(model) -> None:

@@ -18,7 +18,6 @@ from oar.batch import eval_mode, for_chunks
 from oar.probe import LOGIT_FLOOR, Probe, divergence, forced_targets, outcome, probe_logits
 from oar.rollout import pick_tokens
 
-PERTURBATIONS = ("mask", "resample", "other")
 BLOCK = 8     # neighbouring tokens that share one prefix: wider shares less compute, narrower needs more forwards
 
 

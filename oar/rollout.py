@@ -21,6 +21,13 @@ def draw_uniforms(rows: int, max_new_tokens: int, generator: torch.Generator) ->
     return torch.rand(rows, max_new_tokens, generator=generator)
 
 
+def invert_cdf(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """The token at which the cumulated probability passes the uniform number: (..., V), (...) -> (...)."""
+    cdf = probs.cumsum(-1)
+    tokens = (cdf <= uniforms[..., None] * cdf[..., -1:]).sum(-1)
+    return torch.minimum(tokens, (cdf < cdf[..., -1:]).sum(-1))     # rounding must not reach past the last possible token
+
+
 def pick_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float, top_p: float):
     """One token per row by inverse CDF: (R, V) logits, (R,) uniforms -> tokens (R,), log-probs (R,), entropy (R,).
 
@@ -37,10 +44,7 @@ def pick_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float
             ranked, order = probs.sort(-1, descending=True)
             outside = ranked.cumsum(-1) - ranked >= top_p
             probs = probs.scatter(-1, order, ranked.masked_fill(outside, 0.0))
-        cdf = probs.cumsum(-1)
-        tokens = (cdf <= uniforms[:, None] * cdf[:, -1:]).sum(-1)
-        last_possible = (cdf < cdf[:, -1:]).sum(-1)     # rounding must not reach past the last possible token
-        tokens = torch.minimum(tokens, last_possible)
+        tokens = invert_cdf(probs, uniforms)
     return tokens, logprobs.gather(-1, tokens[:, None])[:, 0], entropy
 
 
