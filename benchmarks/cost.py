@@ -19,6 +19,7 @@ from tqdm import tqdm
 import train
 from oar import data, models
 from oar.checkpoint import write_atomically
+from oar.config import Config, apply_preset
 
 RESULT = Path(__file__).parent / "results" / "cost.json"
 PHASES = ("rollout", "attribution", "update")
@@ -26,8 +27,8 @@ PHASES = ("rollout", "attribution", "update")
 
 def time_step(policy, examples, method: str, repeat: int) -> dict[str, float]:
     """Seconds of each phase of one training step of `method` on a copy of the policy."""
-    config = train.Config(method=method, seed=repeat)
-    train.apply_preset(config, is_lab=True)
+    config = Config(method=method, seed=repeat)
+    apply_preset(config, is_lab=True)
     fresh = policy._replace(model=copy.deepcopy(policy.model))
     optimizer = torch.optim.AdamW(fresh.model.parameters(), lr=config.lr)
     cast = partial(models.autocast, torch.device("cpu"), torch.float32)

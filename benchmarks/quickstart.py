@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import train
+from oar.config import PRESETS
 from oar.checkpoint import read_records, write_atomically
 
 RESULT = Path(__file__).parent / "results" / "quickstart.json"
@@ -23,7 +24,7 @@ COLUMNS = ("before", "sampled", "greedy", "reward")
 def run_one(method: str, seed: int, folder: Path) -> dict[str, float]:
     """Train once (or read a finished run): validation accuracy before and after, mean training reward."""
     records = read_records(folder / "metrics.jsonl")
-    if not records or records[-1]["step"] < train.PRESETS["lab"]["steps"]:
+    if not records or records[-1]["step"] < PRESETS["lab"]["steps"]:
         again = ["--resume", str(folder)] if (folder / "config.json").exists() else ["--method", method, "--seed", str(seed), "--out", str(folder)]
         sys.argv = ["train.py", *again]
         train.main()
