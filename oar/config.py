@@ -19,7 +19,7 @@ from oar.flags import flag, parse_flags
 # Defaults that depend on the model; each is overridden by its flag and printed at the start.
 PRESETS = {
     "lab": dict(data="lab", steps=60, prompts_per_step=8, group_size=8, max_new_tokens=80, lr=1e-4, validation_size=256,
-                eval_every=20, tokens_per_pass=32768),
+                eval_every=20, tokens_per_pass=8192),
     "real": dict(data="openai/gsm8k", steps=200, prompts_per_step=16, group_size=8, max_new_tokens=1024, lr=1e-6,
                  validation_size=100, eval_every=0, tokens_per_pass=8192),
 }

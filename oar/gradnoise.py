@@ -19,30 +19,55 @@ first-order gradients of a quantity that is not near its minimum, so it is sound
 Gradients are taken by `autograd.grad` with respect to the embedding output only: parameters, their `.grad` and (with
 tied embeddings) the output head's share stay out of it.
 """
+from functools import partial
+
 import torch
 from torch.func import functional_call
+from transformers import DynamicCache
 
-from oar.batch import eval_mode, for_chunks
-from oar.probe import Probe, divergence, forced_targets, outcome, probe_logits
+from oar.batch import eval_mode, for_chunks, position_ids
+from oar.probe import Probe, divergence, forced_targets, outcome
 from oar.rollout import invert_cdf
 
 
-def input_embeddings(model, probe: Probe) -> torch.Tensor:
-    """Embeddings of the probe's input ids, (R, L, H), detached from the model's parameters."""
-    return model.get_input_embeddings()(probe.ids).detach()
+def input_embeddings(model, ids: torch.Tensor) -> torch.Tensor:
+    """Embeddings of token ids, (R, L, H), detached from the model's parameters."""
+    return model.get_input_embeddings()(ids).detach()
 
 
-def gradient_x_input(gradient: torch.Tensor, embeds: torch.Tensor, probe: Probe) -> torch.Tensor:
-    """sum_h gradient * embedding per completion token: (R, L, H) twice -> (R, S) float32."""
-    return (gradient.float() * embeds.float()).sum(-1)[:, probe.prompt_width:]
+def gradient_x_input(gradient: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
+    """sum_h gradient * embedding, (R, L, H) twice -> (R, L) float32."""
+    return (gradient.float() * embeds.float()).sum(-1)
 
 
-def float32_logits(model, probe: Probe, embeds: torch.Tensor) -> torch.Tensor:
-    """Probe logits (R, K, V) from float32 weights whatever the model's dtype (float32 weights are used as they are)."""
+def in_float32(model, **inputs):
+    """The model's output with float32 weights whatever its dtype (float32 weights are used as they are)."""
     weights = {name: p.detach().float() for name, p in model.named_parameters()}
-    inputs = {"inputs_embeds": embeds, "attention_mask": probe.mask.long(), "position_ids": probe.position_ids,
-              "use_cache": False, "logits_to_keep": probe.positions}
-    return functional_call(model, weights, kwargs=inputs).logits
+    return functional_call(model, weights, kwargs=inputs)
+
+
+@torch.no_grad()
+def read_prompts(forward, probe: Probe) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of every prompt column but the last, per layer (R, heads, P-1, d).
+
+    Nothing is disturbed there and nothing differentiated, so each distinct prompt is read once for all its completions.
+    """
+    end = probe.prompt_width - 1
+    if end == 0:
+        return []
+    prompts = torch.stack([probe.ids[:, :end], probe.mask[:, :end].long()], 1)       # (R, 2, P-1)
+    prompts, prompt_of = prompts.unique(dim=0, return_inverse=True)
+    ids, mask = prompts.unbind(1)
+    out = forward(input_ids=ids, attention_mask=mask, position_ids=position_ids(mask), cache=DynamicCache(), use_cache=True,
+                  logits_to_keep=1)
+    return [(layer.keys[prompt_of], layer.values[prompt_of]) for layer in out.cache.layers]
+
+
+def behind_prompt(forward, probe: Probe, prompts: list, embeds: torch.Tensor) -> torch.Tensor:
+    """Probe logits (R, K, V) for embeddings (R, 1+S, H) of the last prompt token and the completion."""
+    begin = probe.prompt_width - 1
+    return forward(inputs_embeds=embeds, attention_mask=probe.mask.long(), position_ids=probe.position_ids[:, begin:],
+                   cache=DynamicCache(prompts), use_cache=True, logits_to_keep=probe.positions - begin).logits
 
 
 def oar_g(model, probe: Probe, noise_std: float, draws: int, generator: torch.Generator, token_budget: int) -> torch.Tensor:
@@ -53,22 +78,24 @@ def oar_g(model, probe: Probe, noise_std: float, draws: int, generator: torch.Ge
     """
     importance = torch.zeros(probe.reasoning_mask.shape, device=probe.ids.device)    # (B, S)
     seeds = torch.randint(2 ** 62, (len(importance), draws), generator=generator).tolist()
+    forward = partial(in_float32, model)
 
     def score_rows(rows: list[int]) -> None:
         part = probe.rows(rows)
-        embeds = input_embeddings(model, part).float()                               # (R, L, H)
+        prompts = read_prompts(forward, part)
+        embeds = input_embeddings(model, part.ids[:, part.prompt_width - 1:]).float()            # (R, 1+S, H)
         with torch.no_grad():
-            logits = float32_logits(model, part, embeds)
+            logits = behind_prompt(forward, part, prompts, embeds)
         part = forced_targets(part, logits)
         clean, scores = outcome(logits, part), torch.zeros(part.reasoning_mask.shape, device=embeds.device)
         for draw in range(draws):
             noise = noise_std * row_noise([seeds[row][draw] for row in rows], part.reasoning_mask, embeds.shape[-1])
             noisy = embeds.clone()
-            noisy[:, part.prompt_width:] += noise
+            noisy[:, 1:] += noise
             noisy.requires_grad_(True)
-            moved = divergence(clean, outcome(float32_logits(model, part, noisy), part), part.kind).sum()
+            moved = divergence(clean, outcome(behind_prompt(forward, part, prompts, noisy), part), part.kind).sum()
             gradient, = torch.autograd.grad(moved, noisy)
-            scores += gradient_x_input(gradient, embeds, part).abs()
+            scores += gradient_x_input(gradient, embeds)[:, 1:].abs()
         importance[rows] = torch.where(part.reasoning_mask, scores / draws, 0.0)
 
     with eval_mode(model), no_autocast(probe):
@@ -115,14 +142,14 @@ def oar_f(model, probe: Probe, samples: int, generator: torch.Generator, token_b
 
     def score_rows(rows: list[int]) -> None:
         part = probe.rows(rows)
-        embeds = input_embeddings(model, part).requires_grad_(True)                  # (R, L, H)
-        logits = probe_logits(model, part, inputs_embeds=embeds)                     # (R, K, V)
+        embeds = input_embeddings(model, part.ids[:, part.prompt_width - 1:]).requires_grad_(True)   # (R, 1+S, H)
+        logits = behind_prompt(model, part, read_prompts(model, part), embeds)       # (R, K, V)
         squares = torch.zeros(part.reasoning_mask.shape, device=embeds.device)
         for draw in uniforms[:, rows]:
             loglik = sample_loglik(logits, part, draw).sum()
             with no_autocast(probe):
                 gradient, = torch.autograd.grad(loglik, embeds, retain_graph=True)
-            squares += gradient_x_input(gradient, embeds.detach(), part).square()
+            squares += gradient_x_input(gradient, embeds.detach())[:, 1:].square()
         importance[rows] = torch.where(part.reasoning_mask, (squares / samples).sqrt(), 0.0)
 
     with eval_mode(model):

@@ -15,10 +15,11 @@ import torch
 from transformers import DynamicCache
 
 from oar.batch import eval_mode, for_chunks
+from oar.cache import prefix_cache
 from oar.probe import LOGIT_FLOOR, Probe, divergence, forced_targets, outcome, probe_logits
 from oar.rollout import pick_tokens
 
-BLOCK = 8     # neighbouring tokens that share one prefix: wider shares less compute, narrower needs more forwards
+ENOUGH = 32     # disturbed sequences that keep a device busy
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -54,7 +55,8 @@ def oar_p(model, probe: Probe, edits: torch.Tensor, token_budget: int) -> torch.
 
     1. Editing token t changes nothing before t.  The clean sequence is read once, its keys and values are kept, and a
        disturbed sequence runs only its suffix behind the clean prefix.
-    2. Completions start in the same column, so a block of columns of all completions goes in one forward.
+    2. Completions start in the same column, so one column of all completions goes in one forward, a suffix each and no
+       padding between them (few completions: a block of columns, whose suffixes begin with the block's first).
     3. Logits are computed at the probe positions only.
     4. A forward holds at most `token_budget` tokens, prefix included.  When the device runs out of memory that is
        halved and the work goes on; the numbers do not depend on it.
@@ -96,8 +98,9 @@ def for_suffixes(probe: Probe, edits: torch.Tensor, cache, token_budget: int, re
     `cache` is that of the clean sequences.  `read` must be repeatable, as for `for_chunks`.
     """
     ends = (probe.positions.amax(1) + 1).tolist()                # columns a row needs, up to its last probe position
-    for start in range(0, probe.reasoning_mask.shape[1], BLOCK):
-        items = probe.reasoning_mask[:, start:start + BLOCK].nonzero() + torch.tensor([0, start], device=probe.ids.device)
+    block = max(1, ENOUGH // len(ends))
+    for start in range(0, probe.reasoning_mask.shape[1], block):
+        items = probe.reasoning_mask[:, start:start + block].nonzero() + torch.tensor([0, start], device=probe.ids.device)
         row_of, token_of = items.T.tolist()                      # one disturbed sequence per item
 
         def run(chunk: list[int]) -> None:
@@ -111,9 +114,8 @@ def _suffixes(probe: Probe, edits, cache, start: int, rows: list[int], tokens: l
     begin, end = probe.prompt_width + start, int(part.positions.amax()) + 1
     columns = torch.tensor(tokens, device=part.ids.device) + probe.prompt_width
     ids = part.ids.scatter(1, columns[:, None], edits[rows, tokens][:, None])[:, begin:end]      # (N, end-begin)
-    prefix = DynamicCache([(layer.keys[rows, :, :begin], layer.values[rows, :, :begin]) for layer in cache.layers])
     inputs = {"input_ids": ids, "attention_mask": part.mask[:, :end].long(), "position_ids": part.position_ids[:, begin:end],
-              "cache": prefix, "use_cache": True}
+              "cache": prefix_cache(cache, rows, begin, end - begin), "use_cache": True}
     return Suffixes(rows, tokens, start, inputs, (part.positions - begin).clamp(min=0))
 
 

@@ -10,9 +10,9 @@
 No top-k, and top-p only for evaluation: in training the sampler and the loss must describe the same distribution.
 """
 import torch
-from transformers import DynamicCache
 
 from oar.batch import Batch, decode, eval_mode, pad, position_ids
+from oar.cache import growing_cache
 from oar.models import Policy
 
 
@@ -80,7 +80,7 @@ def sample(policy: Policy, prompts: list[list[int]], group_size: int, max_new_to
     finished = torch.zeros(rows, dtype=torch.bool, device=device)
 
     with eval_mode(model):
-        cache = DynamicCache()
+        cache = growing_cache()
         logits = model(input_ids=ids, attention_mask=prompt_mask.long(), position_ids=position_ids(prompt_mask),
                        cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1]  # (N, V)
         cache.batch_repeat_interleave(group_size)

@@ -40,7 +40,7 @@ def oar_tg(model, probe: Probe, draws: int, generator: torch.Generator, token_bu
 
 def _score(model, probe: Probe, draws: int, seeds: list[int]) -> torch.Tensor:
     mask, width = probe.reasoning_mask, probe.prompt_width
-    embeds = input_embeddings(model, probe).requires_grad_(True)                     # (R, L, H)
+    embeds = input_embeddings(model, probe.ids).requires_grad_(True)                     # (R, L, H)
     hidden = model.base_model(inputs_embeds=embeds, attention_mask=probe.mask.long(), position_ids=probe.position_ids,
                               use_cache=False).last_hidden_state                     # (R, L, H)
     with torch.no_grad():

@@ -29,15 +29,15 @@ def test_oar_g_is_the_slope_of_j_along_each_embedding(model, lab_batch, tokenize
     probe = probe_of(lab_batch, tokenizer, kind)
     with torch.enable_grad():
         importance = oar_g(model, probe, noise_std=0.3)
-    embeds = gradnoise.input_embeddings(model, probe)
-    logits = gradnoise.float32_logits(model, probe, embeds)
+    embeds = gradnoise.input_embeddings(model, probe.ids)
+    logits = probe_logits(model, probe, inputs_embeds=embeds)
     probe = forced_targets(probe, logits)
     seeds = torch.randint(2 ** 62, (len(lab_batch), 1), generator=seeded())[:, 0].tolist()
     noisy = embeds.clone()
     noisy[:, probe.prompt_width:] += 0.3 * gradnoise.row_noise(seeds, probe.reasoning_mask, embeds.shape[-1])
 
     def j(point):
-        return divergence(outcome(logits, probe), outcome(gradnoise.float32_logits(model, probe, point), probe), kind)
+        return divergence(outcome(logits, probe), outcome(probe_logits(model, probe, inputs_embeds=point), probe), kind)
 
     step, checked = 1e-2, 0
     for t in range(probe.reasoning_mask.shape[1]):
@@ -57,7 +57,7 @@ def test_oar_f_is_the_kl_of_a_small_scaling(family, lab_batch, tokenizer):
     probe = probe_of(lab_batch.rows([1]), tokenizer)
     importance = gradnoise.oar_f(model, probe, 1500, seeded(), 10 ** 6)[0]
     model = model.double()
-    embeds = gradnoise.input_embeddings(model, probe)
+    embeds = gradnoise.input_embeddings(model, probe.ids)
 
     @torch.no_grad()
     def logprobs(t: int, scale: float):
