@@ -25,7 +25,7 @@ class CreditConfig:
     perturb: Literal["auto", "mask", "resample", "other"] = field(default="auto", metadata={"help": "OAR-P, oar_t: what replaces a token; other: the policy's best other token (auto: mask for OAR-P, other for oar_t)."})
     noise_std: float = field(default=1e-3, metadata={"help": "OAR-G: standard deviation of the embedding noise."})
     noise_draws: int = field(default=1, metadata={"help": "OAR-G, oar_tg: random draws whose scores are averaged."})
-    fisher_samples: int = field(default=4, metadata={"help": "oar_f: outcomes sampled per completion."})
+    fisher_samples: int = field(default=1, metadata={"help": "oar_f: outcomes sampled per completion (1 to 8 rank alike in the lab)."})
     gate: Literal["both", "boost_only", "suppress_only"] = field(default="both", metadata={"help": "Which half of the gate acts."})
     threshold: float = field(default=0.25, metadata={"help": "Quantile of the scores that separates suppressed from boosted tokens."})
     boost: float = field(default=1.0, metadata={"help": "Extra weight of the most important token, before renormalising (paper: beta)."})
