@@ -12,7 +12,7 @@ from typing import Literal, Optional
 from transformers import HfArgumentParser
 
 from oar import lab
-from oar.credit import CreditConfig
+from oar.credit import CreditConfig, check_credit
 from oar.errors import UserError
 from oar.flags import flag, parse_flags
 
@@ -104,12 +104,12 @@ def apply_preset(config: Config, is_lab: bool) -> None:
         raise UserError(f"--model {config.model} with --data {config.data}: the lab's policy and the lab's problems go together only")
     if config.method == "roles" and not is_lab:
         raise UserError("--method roles: token roles are known in the lab only")
+    check_credit(config)
     positive = ["steps", "prompts_per_step", "max_new_tokens", "temperature", "lr", "inner_epochs", "max_grad_norm", "tokens_per_pass",
-                "noise_std", "noise_draws", "fisher_samples", "save_every", "instructions"]
-    not_negative = ["kl_beta", "weight_decay", "clip_low", "clip_high", "boost", "validation_size", "eval_every"]
+                "save_every", "instructions"]
+    not_negative = ["kl_beta", "weight_decay", "clip_low", "clip_high", "validation_size", "eval_every"]
     checks = [(name, getattr(config, name) > 0, "positive") for name in positive]
     checks += [(name, getattr(config, name) >= 0, "at least 0") for name in not_negative]
-    checks += [(name, 0 <= getattr(config, name) <= 1, "between 0 and 1") for name in ("threshold", "floor")]
     checks += [("group_size", config.group_size >= 2, "at least 2 (advantages compare completions of one problem)")]
     for name, fine, want in checks:
         if not fine:
