@@ -1,7 +1,7 @@
 """Checkpoints that `from_pretrained` opens, written whole or not at all, and records that survive a kill.
 
 A run folder holds config.json, metrics.jsonl, samples.jsonl, curves.png and checkpoints/step_000060/, which is an
-ordinary model folder (safetensors, tokenizer) plus trainer.pt (optimiser state and step).  Randomness needs no saving:
+ordinary model folder (safetensors, tokenizer) plus trainer.pt (optimiser state and step); with LoRA the adapter alone.  Randomness needs no saving:
 every random number comes from a stream keyed by seed and step (batch.random_stream).
 """
 import json

@@ -16,7 +16,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from oar import lab
+from oar import lab, lora
 from oar.checkpoint import latest_checkpoint
 from oar.errors import UserError
 
@@ -54,9 +54,13 @@ def autocast(device: torch.device, dtype: torch.dtype):
 def load(name: str, device: torch.device, trust_remote_code: bool = False) -> Policy:
     """Load a policy in float32, in eval mode; `name` is "lab", a hub id, a local folder or a .gguf file.
 
+    The folder of a LoRA adapter gives the model it belongs to with the adapter merged in.
     UserError, in one sentence, when the file or folder is missing or incomplete, or the hub cannot be reached.
     """
     source, options = locate(name)
+    if base := lora.base_of(source):
+        policy = load(base, device, trust_remote_code)
+        return policy._replace(model=lora.merge(policy.model, source).eval())
     transformers.utils.logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)

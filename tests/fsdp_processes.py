@@ -4,6 +4,7 @@ import copy
 import torch
 import torch.distributed as dist
 from conftest import EOS_ID, make_batch, tiny_model
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -27,9 +28,9 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     whole = tiny_model("llama")
     model = copy.deepcopy(whole)
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+    mesh = init_device_mesh("cpu", (2,))
+    for part in [*model.model.layers, model]:
+        fully_shard(part, mesh=mesh)
     rows = 3 if dist.get_rank() == 0 else 0
     for method in ("oar_p", "oar_f", "oar_g", "oar_t", "oar_tg"):
         with unsharded(model):

@@ -2,6 +2,7 @@
 import copy
 import os
 import random
+import socket
 import subprocess
 import sys
 
@@ -202,8 +203,9 @@ def test_adapters_are_scored_saved_and_reloaded(tmp_path, method):
     trained.load_state_dict(state)
     merged = copy.deepcopy(trained).merge_and_unload()
     merged.__dict__.pop("forward", None)
-    assert torch.allclose(output["advantages"], expected(merged, output, 1, method=method), atol=1e-3)
-    assert not torch.allclose(output["advantages"], expected(tiny_model("llama"), output, 1, method=method), atol=1e-3)
+    near = 1e-2                                                                      # x(W + BA) and xW + xBA round differently
+    assert torch.allclose(output["advantages"], expected(merged, output, 1, method=method), atol=near)
+    assert not torch.allclose(output["advantages"], expected(tiny_model("llama"), output, 1, method=method), atol=5 * near)
     trainer.save_model()
     again = peft.PeftModel.from_pretrained(tiny_model("llama"), tmp_path)
     ids = torch.arange(6, 18)[None]
@@ -216,10 +218,19 @@ def test_adapters_are_scored_saved_and_reloaded(tmp_path, method):
 # several processes
 
 def launch(script: str, *argv, processes: int) -> None:
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(processes), "--num_machines", "1",
-               "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", str(ROOT / "tests" / script), *map(str, argv)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    """`accelerate launch` without a GPU: torchrun underneath, gloo between the processes (with --cpu it would start only one)."""
+    several = ["--multi_gpu", "--main_process_port", str(free_port())] if processes > 1 else []
+    command = [sys.executable, "-m", "accelerate.commands.launch", *several, "--num_processes", str(processes), "--num_machines", "1",
+               "--mixed_precision", "no", "--dynamo_backend", "no", str(ROOT / "tests" / script), *map(str, argv)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"})
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 @pytest.mark.parametrize("method", ["grpo", "oar_p"])
@@ -242,12 +253,17 @@ def test_sharded_processes_attribute_unequal_work(tmp_path):
 
 @pytest.mark.parametrize("settings, message", [
     (dict(method="oarg"), "must be one of grpo, oar_p"), (dict(method="roles"), "known in the lab"), (dict(floor=2.0), "--floor must be between"),
-    (dict(method="ktae", per_device_train_batch_size=2), "whole groups of 4"),
     (dict(method="oar_p", importance_sampling_level="sequence"), "the token weights cancel"),
 ])
 def test_impossible_settings_are_one_sentence(tmp_path, settings, message):
     with pytest.raises(UserError, match=message):
         make_trainer(tmp_path, **{"gradient_accumulation_steps": 2, **settings})
+
+
+def test_ktae_needs_whole_groups_on_every_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(OARConfig, "world_size", 2)
+    with pytest.raises(UserError, match="the 2 rows that a process samples do not hold whole groups of 4"):
+        make_trainer(tmp_path, method="ktae", per_device_train_batch_size=2)
 
 
 def test_additive_methods_and_grpo_take_sequence_ratios(tmp_path):

@@ -1,0 +1,51 @@
+"""LoRA for train.py (optional: pip install peft): the weights stay, a product of two thin matrices is added to each.
+
+    y = x W + 2 x A B        A (in, r), B (r, out), B = 0 at the start, for every linear layer but the output head
+
+Only A and B are trained, so gradients and optimiser state shrink to about a hundredth.  The adapters are injected into
+the model itself: its class, its forward and the attribution code stay what they are.
+
+A checkpoint holds the adapter and the name of the model it belongs to.  A run is resumed from the adapter, which gives
+the same numbers to the bit; everybody else (`models.load`) gets the adapter merged into the weights, an ordinary model.
+"""
+import json
+from pathlib import Path
+
+import torch
+
+from oar.errors import UserError
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def import_peft(flag: str):
+    """The package peft. UserError naming the flag or folder that needs it."""
+    try:
+        import peft
+    except ImportError:
+        raise UserError(f"{flag}: needs the package peft (pip install peft)") from None
+    return peft
+
+
+def attach(model, rank: int, base: str, seed: int, checkpoint: Path | None = None) -> None:
+    """Freeze `model` and add adapters of `rank`, drawn by `seed` or taken from a checkpoint; `base` is the model's name."""
+    peft = import_peft(f"--lora-rank {rank}")
+    with torch.random.fork_rng():                    # peft draws A from the global generator
+        torch.manual_seed(seed)
+        model.add_adapter(peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+    model.peft_config["default"].base_model_name_or_path = str(Path(base).resolve()) if Path(base).exists() else base
+    if checkpoint:
+        saved = peft.load_peft_weights(str(checkpoint), device=str(model.device))
+        peft.set_peft_model_state_dict(model, {name.removeprefix("base_model.model."): value for name, value in saved.items()})
+
+
+def base_of(folder: str) -> str | None:
+    """Name of the model that an adapter folder belongs to; None for a folder (or hub id) that is no adapter."""
+    path = Path(folder) / ADAPTER_CONFIG
+    return json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"] if path.is_file() else None
+
+
+def merge(model, folder: str):
+    """`model` with the adapter of `folder` added into its weights."""
+    peft = import_peft(f"--model {folder}")
+    return peft.PeftModel.from_pretrained(model, folder).merge_and_unload()
