@@ -29,10 +29,10 @@ from oar.config import Config, apply_preset
 from oar.optimizer import make_optimizer
 
 RESULT = Path(__file__).parent / "results" / "memory.json"
-SIZES = "--prompts-per-step 2 --group-size 4 --max-new-tokens 96 --tokens-per-pass 1024"
-SETTINGS = ["--method grpo", "--method oar_g", "--method oar_p", "--method oar_f", "--method grpo --gradient-checkpointing",
-            "--method oar_g --gradient-checkpointing --tokens-per-pass 512", "--method grpo --optimizer adafactor",
-            "--method oar_p --lora-rank 8", "--method oar_g --lora-rank 8 --gradient-checkpointing", "--method grpo --dtype bfloat16"]
+SIZES = "--prompts-per-step 1 --group-size 8 --max-new-tokens 64 --tokens-per-pass 512"
+SETTINGS = ["--method grpo", "--method oar_g", "--method oar_p", "--method grpo --gradient-checkpointing",
+            "--method oar_g --gradient-checkpointing --tokens-per-pass 256", "--method grpo --optimizer adafactor",
+            "--method oar_p --lora-rank 8", "--method grpo --dtype bfloat16"]
 QWEN = dict(vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
             num_key_value_heads=2, tie_word_embeddings=True)
 RECIPES = ["", "--gradient-checkpointing", "--gradient-checkpointing --tokens-per-pass 2560",

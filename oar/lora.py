@@ -12,10 +12,12 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from oar.errors import UserError
 
 ADAPTER_CONFIG = "adapter_config.json"
+PREFIX = "base_model.model."          # how peft names the weights of a saved adapter
 
 
 def import_peft(flag: str):
@@ -32,11 +34,20 @@ def attach(model, rank: int, base: str, seed: int, checkpoint: Path | None = Non
     peft = import_peft(f"--lora-rank {rank}")
     with torch.random.fork_rng():                    # peft draws A from the global generator
         torch.manual_seed(seed)
-        model.add_adapter(peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+        peft.inject_adapter_in_model(peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"), model)
     model.peft_config["default"].base_model_name_or_path = str(Path(base).resolve()) if Path(base).exists() else base
     if checkpoint:
         saved = peft.load_peft_weights(str(checkpoint), device=str(model.device))
-        peft.set_peft_model_state_dict(model, {name.removeprefix("base_model.model."): value for name, value in saved.items()})
+        peft.set_peft_model_state_dict(model, {name.removeprefix(PREFIX): value for name, value in saved.items()})
+
+
+def save(model, folder: Path) -> None:
+    """Write the adapter of `model` as a folder that peft opens."""
+    import peft
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {PREFIX + name: value.contiguous() for name, value in peft.get_peft_model_state_dict(model, save_embedding_layers=False).items()}
+    save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    model.peft_config["default"].save_pretrained(str(folder))
 
 
 def base_of(folder: str) -> str | None:

@@ -1,7 +1,9 @@
 """OARTrainer: TRL's own step where nothing is reshaped, train.py's credit where something is, LoRA and several processes."""
 import copy
+import json
 import os
 import random
+import runpy
 import socket
 import subprocess
 import sys
@@ -246,6 +248,21 @@ def test_two_processes_are_one_with_the_doubled_batch(tmp_path, method):
 def test_sharded_processes_attribute_unequal_work(tmp_path):
     """FSDP2: one process scores three completions, the other none; the scores are those of the whole model."""
     launch("fsdp_processes.py", processes=2)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# the example
+
+def test_example_trains_an_adapter_on_a_file(tmp_path, monkeypatch):
+    problems = [lab.random_problem(random.Random(seed), 2) for seed in range(4)]
+    lines = [json.dumps({"problem": p.text(), "answer": lab.execute(p)[1]}) for p in problems]
+    (tmp_path / "problems.jsonl").write_text("\n".join(lines))
+    monkeypatch.setattr(sys, "argv", ["grpo_trl.py", "--model", "lab", "--data", str(tmp_path / "problems.jsonl"), "--use_cpu", "--max_steps", "1",
+                                      "--per_device_train_batch_size", "4", "--num_generations", "4", "--max_completion_length", "80",
+                                      "--lora_rank", "2", "--method", "oar_p", "--output_dir", str(tmp_path / "out")])
+    runpy.run_path(str(ROOT / "examples" / "grpo_trl.py"), run_name="__main__")
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+    assert len((ROOT / "examples" / "grpo_trl.py").read_text().splitlines()) < 60
 
 
 # --------------------------------------------------------------------------------------------------------------------
