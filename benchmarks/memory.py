@@ -90,10 +90,11 @@ def measure(name: str, flags: str) -> dict[str, float]:
 def compare(name: str) -> None:
     """Every setting in a process of its own; a table and the JSON file."""
     rows = {}
-    print(f"| flags | {' | '.join(('weights', 'gradients', 'optimizer', 'activations', 'logits', 'sampling', 'attribution'))} | plan | measured | plan / measured |")
+    print("| flags | weights | gradients | optimizer | activations | logits | sampling | attribution | plan | measured | plan / measured |")
     print("|---|" + "---|" * 10)
     for flags in SETTINGS:
-        done = subprocess.run([sys.executable, "-m", "benchmarks.memory", "--model", name, "--one", flags], capture_output=True, text=True)
+        command = [sys.executable, "-m", "benchmarks.memory", "--model", name, "--one", flags]
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             sys.exit(done.stderr)
         row = rows[flags] = json.loads(done.stdout.splitlines()[-1])

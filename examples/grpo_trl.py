@@ -39,14 +39,16 @@ def main() -> None:
     parser.set_defaults(output_dir="runs/trl", bf16=torch.cuda.is_available(), report_to="none", logging_steps=1)
     script, args = parse_flags(parser, sys.argv[1:])
     policy = models.load(script.model, torch.device("cpu"))                  # the trainer moves it
-    examples = data.read_hub("openai/gsm8k", "train", "question", "answer", "main") if script.data == "gsm8k" else data.read_jsonl(script.data)
-    rows = [{"prompt": data.prompt(policy, e.problem), "gold": e.answer if isinstance(e.answer, list) else [e.answer]} for e in examples]
+    examples = (data.read_hub("openai/gsm8k", "train", "question", "answer", "main") if script.data == "gsm8k"
+                else data.read_jsonl(script.data))
+    golds = [e.answer if isinstance(e.answer, list) else [e.answer] for e in examples]
+    rows = [{"prompt": data.prompt(policy, e.problem), "gold": gold} for e, gold in zip(examples, golds)]
     adapter = None
     if script.lora_rank:
         from peft import LoraConfig
         adapter = LoraConfig(r=script.lora_rank, lora_alpha=2 * script.lora_rank, target_modules="all-linear")
-    trainer = OARTrainer(policy.model, answer_is_right, args, train_dataset=Dataset.from_list(rows), processing_class=policy.tokenizer,
-                         peft_config=adapter)
+    trainer = OARTrainer(policy.model, answer_is_right, args, train_dataset=Dataset.from_list(rows),
+                         processing_class=policy.tokenizer, peft_config=adapter)
     trainer.train()
     trainer.save_model()
 

@@ -17,7 +17,7 @@ train.py uses (`credit.assign_credit`), and TRL's own loss takes them.  Nothing 
    weights cancel: refused, since it would be GSPO at a higher price.
 """
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -32,6 +32,7 @@ from oar import lab, metrics
 from oar.batch import Batch, decode, random_stream
 from oar.credit import Credit, CreditConfig, assign_credit, check_credit
 from oar.errors import UserError
+from oar.flags import flag
 from oar.models import Policy
 
 ADDITIVE = ("entropy_bonus", "ktae")     # methods that shift advantages instead of spreading them
@@ -40,7 +41,7 @@ ADDITIVE = ("entropy_bonus", "ktae")     # methods that shift advantages instead
 @dataclass
 class OARConfig(CreditConfig, GRPOConfig):
     """TRL's GRPOConfig and the settings of oar/credit.py (method, probe, gate, ...)."""
-    tokens_per_pass: int = field(default=8192, metadata={"help": "Tokens per forward in attribution: memory only, never the result."})
+    tokens_per_pass: int = flag(8192, "Tokens per forward in attribution: memory only, never the result.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -71,9 +72,9 @@ class OARTrainer(GRPOTrainer):
         output = super()._generate_and_score_completions(inputs)
         if self.model.training and self.args.method != "grpo":
             credit = token_credit(self, output)
-            scored = credit.reasoning_mask & (output["advantages"] != 0)[:, None]
+            scored, mask = credit.reasoning_mask & (output["advantages"] != 0)[:, None], output["completion_mask"].bool()
             self._metrics["train"]["oar/ess_ratio"].append(metrics.ess_ratio(credit.weights, scored))
-            self._metrics["train"]["oar/top10_mass"].append(metrics.top_mass(credit.token_advantages, output["completion_mask"].bool()))
+            self._metrics["train"]["oar/top10_mass"].append(metrics.top_mass(credit.token_advantages, mask))
             output["advantages"] = credit.token_advantages                           # (B,) -> (B, T)
         return output
 
@@ -98,13 +99,14 @@ def batch_of(trainer: OARTrainer, output: dict) -> Batch:
     ids, mask = output["completion_ids"], output["completion_mask"].bool()           # (B, T)
     entropy = torch.zeros(mask.shape, device=ids.device)
     if trainer.args.method in ("entropy", "entropy_bonus"):
-        everything = torch.cat([output["prompt_ids"], ids], 1), torch.cat([output["prompt_mask"], output["completion_mask"]], 1)
+        whole, whole_mask = (torch.cat([output[f"prompt_{x}"], output[f"completion_{x}"]], 1) for x in ("ids", "mask"))     # (B, P+T)
         with torch.no_grad():
             _, entropy, _ = trainer._get_per_token_logps_and_entropies(
-                trainer.model, *everything, ids.shape[1], batch_size=trainer.args.per_device_train_batch_size, compute_entropy=True)
+                trainer.model, whole, whole_mask, ids.shape[1], trainer.args.per_device_train_batch_size, compute_entropy=True)
     eos = torch.tensor(trainer.eos_token_ids, device=ids.device)
+    texts = [decode(trainer._tokenizer, row[m].tolist()) for row, m in zip(ids, mask)]
     return Batch(output["prompt_ids"], output["prompt_mask"].bool(), ids, mask, torch.zeros(mask.shape, device=ids.device),
-                 entropy.float() * mask, (torch.isin(ids, eos) & mask).any(1), [decode(trainer._tokenizer, row[m].tolist()) for row, m in zip(ids, mask)])
+                 entropy.float() * mask, (torch.isin(ids, eos) & mask).any(1), texts)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -121,16 +123,16 @@ def check_model(trainer: OARTrainer) -> None:
         raise UserError(f"--method {method} needs FSDP2: set fsdp_version to 2 in accelerate's configuration")
     if method == "oar_g":
         if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
-            raise UserError("--method oar_g scores in float32, which a quantised model cannot do; oar_f, oar_tg and oar_p can")
+            raise UserError("--method oar_g scores in float32, which a quantised model cannot do; oar_f and oar_p can")
         if plugin is not None and trainer.accelerator.mixed_precision != "no":
-            raise UserError("--method oar_g scores in float32, which FSDP2 in mixed precision cannot do; oar_f, oar_tg and oar_p can")
+            raise UserError("--method oar_g scores in float32, which FSDP2 in mixed precision cannot do; oar_f and oar_p can")
 
 
 @contextmanager
 def scoring_model(trainer: OARTrainer):
     """The plain model, adapters included, with whole weights and without accelerate's autocast around its forward."""
-    with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator,
-                                     gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs) as model, unsharded(model):
+    kwargs = {"gradient_checkpointing_kwargs": trainer.args.gradient_checkpointing_kwargs}
+    with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator, **kwargs) as model, unsharded(model):
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
         forward, plain = model.__dict__.get("forward"), model.__dict__.get("_original_forward")
         try:

@@ -11,7 +11,8 @@ from oar.optimizer import make_optimizer, state_bytes
 
 
 def settings(**changes):
-    config = Config(model="x", data="x.jsonl", **{"prompts_per_step": 2, "group_size": 4, "max_new_tokens": 20, "tokens_per_pass": 60, **changes})
+    sizes = dict(prompts_per_step=2, group_size=4, max_new_tokens=20, tokens_per_pass=60)
+    config = Config(model="x", data="x.jsonl", **{**sizes, **changes})
     apply_preset(config, is_lab=False)
     return config
 
@@ -25,7 +26,8 @@ def test_saved_bytes_are_those_of_a_linear_chain():
     model = tiny_model("llama")
     per_token, once = memory.saved_bytes(model, nullcontext)
     h, i, layers = 32, 64, 2
-    by_hand = 4 * (layers * ((3 + 3) * h + 4 * h + 4 * i) + 3 * h)                   # x, x/rms, w x/rms; q, k, v, o; g, silu, u, product
+    # twice x, x/rms, w x/rms; q, k, v, o; gate, silu, up, product; the last norm
+    by_hand = 4 * (layers * ((3 + 3) * h + 4 * h + 4 * i) + 3 * h)
     assert by_hand * 0.9 < per_token < by_hand * 1.4                                 # rotary tables, masks and ids come on top
     assert 0 <= once < 20000
     inputs_only, _ = memory.saved_bytes(model, None, float32=True)
@@ -51,7 +53,8 @@ def test_parts_and_peak():
 
 
 @pytest.mark.parametrize("part, changes", [
-    ("activations", dict(tokens_per_pass=30)), ("activations", dict(gradient_checkpointing=True)), ("logits", dict(tokens_per_pass=30)),
+    ("activations", dict(tokens_per_pass=30)), ("activations", dict(gradient_checkpointing=True)),
+    ("logits", dict(tokens_per_pass=30)),
     ("sampling", dict(group_size=2)), ("attribution", dict(tokens_per_pass=30)), ("optimizer", dict(optimizer="adafactor")),
     ("optimizer", dict(optimizer="adamw8bit")),
 ])
@@ -60,7 +63,7 @@ def test_every_remedy_helps(part, changes):
 
 
 def test_advice_names_the_largest_parts():
-    parts = {"weights": 6, "gradients": 5, "optimizer": 12, "activations": 20, "logits": 1, "sampling": 2, "attribution": 0, "peak": 44}
+    parts = dict(weights=6, gradients=5, optimizer=12, activations=20, logits=1, sampling=2, attribution=0, peak=44)
     text = memory.describe({name: value * memory.GIB for name, value in parts.items()}, 24 * memory.GIB)
     assert "peak about 44.00" in text and "may not fit in 24 GiB" in text
     assert "--gradient-checkpointing" in text and "--optimizer adafactor" in text

@@ -43,15 +43,15 @@ def fixed_rollout(prompts, trainer):
     """Completions that depend on the prompt and the row's number over all processes, not on random numbers."""
     tokenizer, first = trainer.processing_class, trainer.accelerator.process_index * len(prompts)
     ids = [tokenizer.encode(written(prompt, (first + i) % G)) for i, prompt in enumerate(prompts)]
-    return {"prompt_ids": [tokenizer.encode(prompt) for prompt in prompts], "completion_ids": ids, "logprobs": [[0.0] * len(x) for x in ids]}
+    return {"prompt_ids": [tokenizer.encode(p) for p in prompts], "completion_ids": ids, "logprobs": [[0.0] * len(x) for x in ids]}
 
 
 def make_trainer(folder, kind=OARTrainer, model=None, peft_config=None, rollout=fixed_rollout, **settings):
     rng = random.Random(0)
     problems = [lab.random_problem(rng, 2).text() for _ in range(4 * PROMPTS)]
-    fixed = dict(output_dir=str(folder), per_device_train_batch_size=G * PROMPTS, num_generations=G, max_completion_length=40, max_steps=2,
-                 learning_rate=1e-2, optim="sgd", bf16=False, use_cpu=True, report_to="none", save_strategy="no", logging_steps=1, seed=3,
-                 gradient_checkpointing=False, disable_tqdm=True)
+    fixed = dict(output_dir=str(folder), per_device_train_batch_size=G * PROMPTS, num_generations=G, max_completion_length=40,
+                 max_steps=2, learning_rate=1e-2, optim="sgd", seed=3, bf16=False, use_cpu=True, gradient_checkpointing=False,
+                 report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True)
     args = (OARConfig if kind is OARTrainer else GRPOConfig)(**{**fixed, **settings})
     return kind(model or tiny_model("llama"), reward, args, train_dataset=Dataset.from_list([{"prompt": p} for p in problems]),
                 processing_class=lab.build_tokenizer(), peft_config=peft_config, rollout_func=rollout)
@@ -82,7 +82,8 @@ def expected(model, output, step, **settings):
     """Token advantages as train.py makes them for TRL's completions: rewards -> group_advantages -> assign_credit."""
     tokenizer = lab.build_tokenizer()
     row = (lambda name, i: output[f"{name}_ids"][i][output[f"{name}_mask"][i].bool()].tolist())
-    batch = make_batch(*[[row(name, i) for i in range(len(output["prompt_ids"]))] for name in ("prompt", "completion")], tokenizer)
+    rows = range(len(output["prompt_ids"]))
+    batch = make_batch(*[[row(name, i) for i in rows] for name in ("prompt", "completion")], tokenizer)
     rewards = torch.tensor(reward(tokenizer.batch_decode(output["completion_ids"], skip_special_tokens=True)))
     advantages = grpo.group_advantages(rewards, G)
     config = CreditConfig(**settings)
@@ -93,18 +94,18 @@ def expected(model, output, step, **settings):
 # --------------------------------------------------------------------------------------------------------------------
 # TRL's own step
 
-@pytest.mark.parametrize("settings", [dict(method="grpo"), dict(method="oar_p", gate="boost_only", boost=0.0)], ids=["grpo", "weights of 1"])
+@pytest.mark.parametrize("settings", [dict(method="grpo"), dict(method="oar_p", gate="boost_only", boost=0.0)], ids=["grpo", "ones"])
 def test_nothing_reshaped_is_trl_to_the_bit(tmp_path, settings):
-    sampled = dict(rollout=None, max_completion_length=12, num_iterations=2, gradient_accumulation_steps=2, per_device_train_batch_size=G,
-                   max_steps=4)                                                      # two rollouts of TRL's own sampler
+    sampled = dict(rollout=None, max_completion_length=12, num_iterations=2, gradient_accumulation_steps=2,
+                   per_device_train_batch_size=G, max_steps=4)                       # two rollouts of TRL's own sampler
     plain = make_trainer(tmp_path, GRPOTrainer, **sampled)
     plain.train()
     ours = make_trainer(tmp_path, **sampled, **settings)                             # a trainer seeds the global generator
     ours.train()
     assert all(torch.equal(value, weights(ours)[name]) for name, value in weights(plain).items())
     assert all(not torch.equal(value, weights(plain)[name]) for name, value in tiny_model("llama").named_parameters())
-    losses = [[log[key] for log in trainer.state.log_history for key in ("loss", "grad_norm", "entropy") if key in log] for trainer in (plain, ours)]
-    assert losses[0] == losses[1] and any(losses[0])
+    logs = [[[log.get(key) for key in ("loss", "grad_norm", "entropy")] for log in t.state.log_history] for t in (plain, ours)]
+    assert logs[0] == logs[1] and any(logs[0][0])
 
 
 def test_every_loss_takes_token_advantages(tmp_path):
@@ -166,7 +167,8 @@ def test_entropy_is_that_of_the_training_model(tmp_path):
 
 def test_slices_carry_their_token_advantages(tmp_path):
     """Accumulation and several iterations shuffle and split the rollout: every row keeps its own advantages."""
-    trainer = make_trainer(tmp_path, method="oar_p", per_device_train_batch_size=G, gradient_accumulation_steps=2, num_iterations=2)
+    trainer = make_trainer(tmp_path, method="oar_p", per_device_train_batch_size=G, gradient_accumulation_steps=2,
+                           num_iterations=2)
     rollouts, slices = watch(trainer)
     assert len(rollouts) == 1 and len(slices) == 4                                   # 2 steps x 2 slices, one rollout
     (_, whole), seen = rollouts[0], 0
@@ -257,8 +259,8 @@ def test_example_trains_an_adapter_on_a_file(tmp_path, monkeypatch):
     problems = [lab.random_problem(random.Random(seed), 2) for seed in range(4)]
     lines = [json.dumps({"problem": p.text(), "answer": lab.execute(p)[1]}) for p in problems]
     (tmp_path / "problems.jsonl").write_text("\n".join(lines))
-    monkeypatch.setattr(sys, "argv", ["grpo_trl.py", "--model", "lab", "--data", str(tmp_path / "problems.jsonl"), "--use_cpu", "--max_steps", "1",
-                                      "--per_device_train_batch_size", "4", "--num_generations", "4", "--max_completion_length", "80",
+    flags = "--model lab --use_cpu --max_steps 1 --per_device_train_batch_size 4 --num_generations 4 --max_completion_length 80"
+    monkeypatch.setattr(sys, "argv", ["grpo_trl.py", *flags.split(), "--data", str(tmp_path / "problems.jsonl"),
                                       "--lora_rank", "2", "--method", "oar_p", "--output_dir", str(tmp_path / "out")])
     runpy.run_path(str(ROOT / "examples" / "grpo_trl.py"), run_name="__main__")
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
@@ -269,7 +271,8 @@ def test_example_trains_an_adapter_on_a_file(tmp_path, monkeypatch):
 # what is refused
 
 @pytest.mark.parametrize("settings, message", [
-    (dict(method="oarg"), "must be one of grpo, oar_p"), (dict(method="roles"), "known in the lab"), (dict(floor=2.0), "--floor must be between"),
+    (dict(method="oarg"), "must be one of grpo, oar_p"), (dict(method="roles"), "known in the lab"),
+    (dict(floor=2.0), "--floor must be between"),
     (dict(method="oar_p", importance_sampling_level="sequence"), "the token weights cancel"),
 ])
 def test_impossible_settings_are_one_sentence(tmp_path, settings, message):
