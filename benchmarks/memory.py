@@ -4,8 +4,9 @@
     python -m benchmarks.memory --table                      # Qwen2.5-Math-1.5B on 24, 48 and 80 GB, by the plan alone
 
 A measurement runs two steps of train.py (rewards alternate, so that every completion has an advantage; no completion may
-end early).  On CUDA it is the peak of allocated memory.  On a CPU it is the peak of the resident set between loading and
-the last step, less what the process held before loading (Linux only: the kernel's high-water mark is set back).
+end early).  On CUDA it is the peak of allocated memory.  On a CPU it is the weights' own size plus what the resident set grows
+by during the steps (Linux only: the kernel's high-water mark is set back, and the C library is told to return freed blocks
+at once, so that neither its hoard nor the remains of loading a .gguf file count).
 Writes benchmarks/results/memory.json.
 """
 import argparse
@@ -13,6 +14,7 @@ import ctypes
 import gc
 import itertools
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -61,7 +63,6 @@ def resident(name: str) -> int:
 def measure(name: str, flags: str) -> dict[str, float]:
     """Plan and measured peak, in GiB, of two training steps in this process."""
     config, device = config_of(f"{SIZES} {flags}"), models.pick_device("auto")
-    before = resident("VmRSS")
     policy = models.load(name, device)._replace(eos_ids=())
     if config.lora_rank:
         lora.attach(policy.model, config.lora_rank, name, 0)
@@ -81,6 +82,7 @@ def measure(name: str, flags: str) -> dict[str, float]:
     else:
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
+        before = resident("VmRSS") - sum(p.numel() * p.element_size() for p in policy.model.parameters())
     for step in (1, 2):
         train.train_step(policy, None, optimizer, examples, config, step, cast, lambda what: None)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else resident("VmHWM") - before
@@ -94,7 +96,7 @@ def compare(name: str) -> None:
     print("|---|" + "---|" * 10)
     for flags in SETTINGS:
         command = [sys.executable, "-m", "benchmarks.memory", "--model", name, "--one", flags]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"})
         if done.returncode:
             sys.exit(done.stderr)
         row = rows[flags] = json.loads(done.stdout.splitlines()[-1])

@@ -45,8 +45,8 @@ def save(model, folder: Path) -> None:
     """Write the adapter of `model` as a folder that peft opens."""
     import peft
     folder.mkdir(parents=True, exist_ok=True)
-    state = {PREFIX + name: value.contiguous() for name, value in peft.get_peft_model_state_dict(model, save_embedding_layers=False).items()}
-    save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    state = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    save_file({PREFIX + name: value.contiguous() for name, value in state.items()}, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     model.peft_config["default"].save_pretrained(str(folder))
 
 

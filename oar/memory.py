@@ -90,11 +90,12 @@ def plan(model, config, prompt_tokens: int, cast, compute_bytes: int) -> dict[st
     if config.gradient_checkpointing:                # the input of every layer, and one layer in full
         activations = once / (text.num_hidden_layers if config.lora_rank else 1)     # cached casts are of trained weights only
         activations += rows * length * (text.num_hidden_layers * text.hidden_size * 4 + graph / text.num_hidden_layers)
-    tokens = rows * config.max_new_tokens            # (N, V): logits and their gradient, then float32 chunks
-    logits = 2 * tokens * text.vocab_size * compute_bytes + 2 * min(tokens, LOGIT_ROWS) * text.vocab_size * 4
+    tokens = rows * config.max_new_tokens            # (N, V): logits and their gradient; three float32 chunks in its formula
+    logits = 2 * tokens * text.vocab_size * compute_bytes + 3 * min(tokens, LOGIT_ROWS) * text.vocab_size * 4
     attribution = attribution_bytes(model, config, rows, length, graph, once, cache)
-    # with one pass the graph is freed while the gradients appear
-    update = gradients + activations + logits if rows < completions else max(gradients, activations + logits)
+    # a later pass makes the gradient of every weight anew and adds it; with one pass the graph goes while gradients come
+    newest = max((4 * p.numel() for p in model.parameters() if p.requires_grad), default=0)
+    update = gradients + newest + activations + logits if rows < completions else max(gradients, activations + logits)
     peak = weights + state + max(sampling, attribution, update)
     return {"weights": weights, "gradients": gradients, "optimizer": state, "activations": activations, "logits": logits,
             "sampling": sampling, "attribution": attribution, "peak": peak}
@@ -132,9 +133,9 @@ def describe(parts: dict[str, float], available: float | None) -> str:
 
 def advice(parts: dict[str, float]) -> str:
     """The flags that help most, the largest part first."""
-    remedies = {"weights": "a smaller model", "gradients": "--lora-rank 16", "optimizer": "--optimizer adafactor or --lora-rank 16",
+    remedies = {"gradients": "--lora-rank 16", "optimizer": "--optimizer adafactor or --lora-rank 16",
                 "activations": "--gradient-checkpointing or a smaller --tokens-per-pass", "logits": "a smaller --tokens-per-pass",
                 "sampling": "a smaller --prompts-per-step, --group-size or --max-new-tokens",
                 "attribution": "a smaller --tokens-per-pass, or --method oar_p, which keeps no graph"}
     largest = sorted(remedies, key=lambda name: -parts[name])[:3]
-    return "try " + "; ".join(remedies[name] for name in largest if name != "weights")
+    return "try " + "; ".join(remedies[name] for name in largest)

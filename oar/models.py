@@ -69,9 +69,8 @@ def load(name: str, device: torch.device, trust_remote_code: bool = False) -> Po
         why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         where = "cannot be loaded" if Path(source).is_dir() else "not on this disk, and the hub gave"
         raise UserError(f"--model {name}: {where}: {why}") from error
-    if "gguf_file" in options:                       # now plain float32 weights, which trainers may train and save as such
-        model.hf_quantizer = None
-        vars(model.config).pop("quantization_config", None)
+    if getattr(model, "hf_quantizer", None) and "gguf_file" in options:      # now plain float32 weights, which trainers may train and save as such
+        model.hf_quantizer.remove_quantization_config(model)
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise UserError(f"--model {name}: {type(model).__name__} cannot compute logits at chosen positions (logits_to_keep)")
     prepare_tokenizer(tokenizer, model)

@@ -15,8 +15,8 @@ OPTIMIZERS = ("adamw", "adamw8bit", "adafactor")
 def make_optimizer(name: str, model, lr: float, weight_decay: float) -> torch.optim.Optimizer:
     """Optimiser of the weights that are trained. UserError when a package is missing."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    if name == "adamw":
-        return torch.optim.AdamW(trained, lr=lr, weight_decay=weight_decay)
+    if name == "adamw":                              # fused on CUDA: no second copy of a moment during the step
+        return torch.optim.AdamW(trained, lr=lr, weight_decay=weight_decay, fused=trained[0].is_cuda or None)
     if name == "adafactor":                          # lr as AdamW's: not relative to the size of the weights, no schedule
         return Adafactor(trained, lr=lr, weight_decay=weight_decay, scale_parameter=False, relative_step=False)
     try:

@@ -53,8 +53,8 @@ class OARConfig(CreditConfig, GRPOConfig):
             raise UserError(f"--method ktae compares the completions of one prompt, but the {rows} rows that a process samples "
                             f"do not hold whole groups of {self.num_generations}")
         if self.importance_sampling_level == "sequence" and self.renormalise and self.method not in ("grpo", *ADDITIVE):
-            raise UserError(f"--method {self.method}: with importance_sampling_level sequence the token weights cancel, since they "
-                            "sum to the number of tokens; use importance_sampling_level token")
+            raise UserError(f"--method {self.method}: with importance_sampling_level sequence the token weights cancel, since "
+                            "they sum to the number of tokens; use importance_sampling_level token")
 
 
 class OARTrainer(GRPOTrainer):
@@ -99,10 +99,10 @@ def batch_of(trainer: OARTrainer, output: dict) -> Batch:
     ids, mask = output["completion_ids"], output["completion_mask"].bool()           # (B, T)
     entropy = torch.zeros(mask.shape, device=ids.device)
     if trainer.args.method in ("entropy", "entropy_bonus"):
-        whole, whole_mask = (torch.cat([output[f"prompt_{x}"], output[f"completion_{x}"]], 1) for x in ("ids", "mask"))     # (B, P+T)
+        whole, attended = (torch.cat([output[f"prompt_{x}"], output[f"completion_{x}"]], 1) for x in ("ids", "mask"))
         with torch.no_grad():
             _, entropy, _ = trainer._get_per_token_logps_and_entropies(
-                trainer.model, whole, whole_mask, ids.shape[1], trainer.args.per_device_train_batch_size, compute_entropy=True)
+                trainer.model, whole, attended, ids.shape[1], trainer.args.per_device_train_batch_size, compute_entropy=True)
     eos = torch.tensor(trainer.eos_token_ids, device=ids.device)
     texts = [decode(trainer._tokenizer, row[m].tolist()) for row, m in zip(ids, mask)]
     return Batch(output["prompt_ids"], output["prompt_mask"].bool(), ids, mask, torch.zeros(mask.shape, device=ids.device),

@@ -47,7 +47,8 @@ def test_parts_and_peak():
     n = sum(p.numel() for p in model.parameters())
     parts = plan(model, method="grpo")
     assert parts["weights"] == parts["gradients"] == 4 * n and parts["optimizer"] == 8 * n and parts["attribution"] == 0
-    update = parts["gradients"] + parts["activations"] + parts["logits"]
+    newest = 4 * max(p.numel() for p in model.parameters())
+    update = parts["gradients"] + newest + parts["activations"] + parts["logits"]
     assert parts["peak"] == parts["weights"] + parts["optimizer"] + max(parts["sampling"], update)
     assert plan(model, method="grpo", kl_beta=0.1)["weights"] == 8 * n
 

@@ -43,7 +43,8 @@ def fixed_rollout(prompts, trainer):
     """Completions that depend on the prompt and the row's number over all processes, not on random numbers."""
     tokenizer, first = trainer.processing_class, trainer.accelerator.process_index * len(prompts)
     ids = [tokenizer.encode(written(prompt, (first + i) % G)) for i, prompt in enumerate(prompts)]
-    return {"prompt_ids": [tokenizer.encode(p) for p in prompts], "completion_ids": ids, "logprobs": [[0.0] * len(x) for x in ids]}
+    prompt_ids = [tokenizer.encode(prompt) for prompt in prompts]
+    return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": [[0.0] * len(x) for x in ids]}
 
 
 def make_trainer(folder, kind=OARTrainer, model=None, peft_config=None, rollout=fixed_rollout, **settings):
@@ -94,7 +95,7 @@ def expected(model, output, step, **settings):
 # --------------------------------------------------------------------------------------------------------------------
 # TRL's own step
 
-@pytest.mark.parametrize("settings", [dict(method="grpo"), dict(method="oar_p", gate="boost_only", boost=0.0)], ids=["grpo", "ones"])
+@pytest.mark.parametrize("settings", [dict(method="grpo"), dict(method="oar_p", gate="boost_only", boost=0.0)])
 def test_nothing_reshaped_is_trl_to_the_bit(tmp_path, settings):
     sampled = dict(rollout=None, max_completion_length=12, num_iterations=2, gradient_accumulation_steps=2,
                    per_device_train_batch_size=G, max_steps=4)                       # two rollouts of TRL's own sampler
@@ -224,8 +225,9 @@ def test_adapters_are_scored_saved_and_reloaded(tmp_path, method):
 def launch(script: str, *argv, processes: int) -> None:
     """`accelerate launch` without a GPU: torchrun underneath, gloo between the processes (with --cpu it would start only one)."""
     several = ["--multi_gpu", "--main_process_port", str(free_port())] if processes > 1 else []
-    command = [sys.executable, "-m", "accelerate.commands.launch", *several, "--num_processes", str(processes), "--num_machines", "1",
-               "--mixed_precision", "no", "--dynamo_backend", "no", str(ROOT / "tests" / script), *map(str, argv)]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *several, "--num_processes", str(processes),
+               "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
+               str(ROOT / "tests" / script), *map(str, argv)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT,
                           env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"})
     assert done.returncode == 0, done.stderr[-2000:]
