@@ -124,8 +124,8 @@ def available_bytes(device: torch.device) -> float | None:
 
 def describe(parts: dict[str, float], available: float | None) -> str:
     """The plan to print; `available` is the device's memory in bytes, None when it is not known."""
-    listed = ", ".join(f"{name} {value / GIB:.2f}" for name, value in parts.items() if name != "peak")
-    text = f"memory plan, GiB: {listed}; peak about {parts['peak'] / GIB:.2f}"
+    listed = ", ".join(f"{name} {value / 2 ** 20:.0f}" for name, value in parts.items() if name != "peak")
+    text = f"memory plan, MiB: {listed}; peak about {parts['peak'] / 2 ** 20:.0f}"
     if available is not None and parts["peak"] > 0.9 * available:
         text += f"\nthis may not fit in {available / GIB:.0f} GiB: {advice(parts)}"
     return text

@@ -1,10 +1,12 @@
 """The memory plan: what autograd keeps, how the parts add up, and the advice."""
+import sys
 from contextlib import nullcontext
 
 import pytest
 import torch
 from conftest import tiny_model
 
+import train
 from oar import memory
 from oar.config import Config, apply_preset
 from oar.optimizer import make_optimizer, state_bytes
@@ -66,7 +68,7 @@ def test_every_remedy_helps(part, changes):
 def test_advice_names_the_largest_parts():
     parts = dict(weights=6, gradients=5, optimizer=12, activations=20, logits=1, sampling=2, attribution=0, peak=44)
     text = memory.describe({name: value * memory.GIB for name, value in parts.items()}, 24 * memory.GIB)
-    assert "peak about 44.00" in text and "may not fit in 24 GiB" in text
+    assert "peak about 45056" in text and "may not fit in 24 GiB" in text
     assert "--gradient-checkpointing" in text and "--optimizer adafactor" in text
     assert "may not fit" not in memory.describe({name: value * memory.GIB for name, value in parts.items()}, 80 * memory.GIB)
 
@@ -80,3 +82,11 @@ def test_optimizer_state_is_as_planned(name):
     optimizer.step()
     kept = sum(v.numel() * 4 for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v) and v.dim())
     assert kept == state_bytes(name, model)
+
+
+def test_train_prints_its_plan_before_the_first_step(tmp_path, monkeypatch, capsys):
+    flags = "--method grpo --steps 1 --prompts-per-step 1 --group-size 2 --max-new-tokens 8 --validation-size 0 --device cpu"
+    monkeypatch.setattr(sys, "argv", ["train.py", *flags.split(), "--out", str(tmp_path / "run")])
+    train.main()
+    text = capsys.readouterr().out
+    assert text.index("run folder") < text.index("memory plan, MiB: weights 2, gradients 2, optimizer 5") < text.index("peak memory")
