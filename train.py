@@ -24,11 +24,12 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from oar import checkpoint, data, grpo, metrics, models, plots, record
+from oar import checkpoint, data, grpo, lora, memory, metrics, models, plots, record
 from oar.batch import random_stream
 from oar.config import Config, apply_preset, parse_config
 from oar.credit import assign_credit
 from oar.errors import UserError, exit_cleanly
+from oar.optimizer import make_optimizer
 from oar.rollout import draw_uniforms, sample
 from oar.verify import is_correct
 
@@ -137,13 +138,15 @@ def main() -> None:
     dtype = models.pick_dtype(config.dtype, device)
     cast = partial(models.autocast, device, dtype)
     last = checkpoint.latest_checkpoint(run) if session.resume else None
-    policy = models.load(str(last or config.model), device, config.trust_remote_code)
+    policy = models.load(str(last if last and not config.lora_rank else config.model), device, config.trust_remote_code)
+    if config.lora_rank:
+        lora.attach(policy.model, config.lora_rank, config.model, config.seed, last)
     apply_preset(config, policy.is_lab)
     examples, held_out, note = load_examples(config, policy)
     ref_model = models.load(config.model, device, config.trust_remote_code).model.requires_grad_(False) if config.kl_beta else None
     if config.gradient_checkpointing:
         policy.model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+    optimizer = make_optimizer(config.optimizer, policy.model, config.lr, config.weight_decay)
     done = checkpoint.restore_optimizer(last, optimizer) if last else 0
 
     run.mkdir(parents=True, exist_ok=True)
@@ -154,6 +157,10 @@ def main() -> None:
     say(f"{config.method} on {config.model} ({parameters / 1e6:.1f} M parameters, {device}, {dtype} compute over float32 weights), {note}")
     say(f"{config.steps} steps of {config.prompts_per_step} x {config.group_size} completions of up to {config.max_new_tokens} tokens, "
         f"lr {config.lr:g}, seed {config.seed}; run folder {run}" + (f"; resumed after step {done}" if last else ""))
+
+    if not session.quiet:
+        prompt_tokens = max(len(data.encode_prompt(policy, e.problem)) for e in examples[:64])
+        say(memory.describe(memory.plan(policy.model, config, prompt_tokens, cast, dtype.itemsize), memory.available_bytes(device)))
 
     bar = tqdm(total=config.steps, initial=done, unit="step", miniters=0, disable=session.quiet, dynamic_ncols=True)
 

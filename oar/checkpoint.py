@@ -1,8 +1,8 @@
 """Checkpoints that `from_pretrained` opens, written whole or not at all, and records that survive a kill.
 
 A run folder holds config.json, metrics.jsonl, samples.jsonl, curves.png and checkpoints/step_000060/, which is an
-ordinary model folder (safetensors, tokenizer) plus trainer.pt (optimiser state and step).  Randomness needs no saving:
-every random number comes from a stream keyed by seed and step (batch.random_stream).
+ordinary model folder (safetensors, tokenizer; with LoRA the adapter alone) plus trainer.pt (optimiser state and step).
+Randomness needs no saving: every random number comes from a stream keyed by seed and step (batch.random_stream).
 """
 import json
 import os
@@ -10,6 +10,8 @@ import shutil
 from pathlib import Path
 
 import torch
+
+from oar import lora
 
 KEEP = 2     # the last checkpoint and the one before it
 
@@ -49,7 +51,10 @@ def save_checkpoint(run: Path, step: int, model, tokenizer, optimizer) -> Path:
     folder = run / "checkpoints"
     final, temporary = folder / f"step_{step:06d}", folder / f"writing_{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)
-    model.save_pretrained(temporary)
+    if hasattr(model, "peft_config"):
+        lora.save(model, temporary)
+    else:
+        model.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
     torch.save({"step": step, "optimizer": optimizer.state_dict()}, temporary / "trainer.pt")
     shutil.rmtree(final, ignore_errors=True)

@@ -12,9 +12,10 @@ from typing import Literal, Optional
 from transformers import HfArgumentParser
 
 from oar import lab
-from oar.credit import CreditConfig
+from oar.credit import CreditConfig, check_credit
 from oar.errors import UserError
 from oar.flags import flag, parse_flags
+from oar.optimizer import OPTIMIZERS
 
 # Defaults that depend on the model; each is overridden by its flag and printed at the start.
 PRESETS = {
@@ -42,8 +43,10 @@ class Config(CreditConfig):
     max_new_tokens: Optional[int] = flag(None, "Longest completion.")
     temperature: float = flag(1.0, "Sampling temperature, also of the log-probabilities in the loss.")
 
-    lr: Optional[float] = flag(None, "Learning rate of AdamW.")
-    weight_decay: float = flag(0.0, "Weight decay of AdamW.")
+    optimizer: Literal[OPTIMIZERS] = flag("adamw", "adamw8bit (needs bitsandbytes) and adafactor keep less state (oar/optimizer.py).")
+    lr: Optional[float] = flag(None, "Learning rate; LoRA takes about ten times that of full training.")
+    weight_decay: float = flag(0.0, "Weight decay.")
+    lora_rank: int = flag(0, "Train LoRA adapters of this rank instead of all weights (needs peft); 0 for all weights.")
     inner_epochs: int = flag(1, "Optimiser steps per rollout, against fixed old log-probabilities.")
     clip_low: float = flag(0.2, "Lower clip range of the ratio.")
     clip_high: float = flag(0.2, "Upper clip range of the ratio.")
@@ -104,12 +107,12 @@ def apply_preset(config: Config, is_lab: bool) -> None:
         raise UserError(f"--model {config.model} with --data {config.data}: the lab's policy and the lab's problems go together only")
     if config.method == "roles" and not is_lab:
         raise UserError("--method roles: token roles are known in the lab only")
+    check_credit(config)
     positive = ["steps", "prompts_per_step", "max_new_tokens", "temperature", "lr", "inner_epochs", "max_grad_norm", "tokens_per_pass",
-                "noise_std", "noise_draws", "fisher_samples", "save_every", "instructions"]
-    not_negative = ["kl_beta", "weight_decay", "clip_low", "clip_high", "boost", "validation_size", "eval_every"]
+                "save_every", "instructions"]
+    not_negative = ["lora_rank", "kl_beta", "weight_decay", "clip_low", "clip_high", "validation_size", "eval_every"]
     checks = [(name, getattr(config, name) > 0, "positive") for name in positive]
     checks += [(name, getattr(config, name) >= 0, "at least 0") for name in not_negative]
-    checks += [(name, 0 <= getattr(config, name) <= 1, "between 0 and 1") for name in ("threshold", "floor")]
     checks += [("group_size", config.group_size >= 2, "at least 2 (advantages compare completions of one problem)")]
     for name, fine, want in checks:
         if not fine:

@@ -3,13 +3,14 @@
     weights   = reshape(importance)                          grpo: all ones
     A_t       = w_t * A_i                                    entropy_bonus and ktae shape the advantage itself
 """
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Literal, get_args
 
 import torch
 
 from oar import baselines, gradnoise, lab, perturb, total, totalgrad
 from oar.batch import Batch
+from oar.errors import UserError
 from oar.models import Policy
 from oar.probe import FORCED_CONCLUSION, build_probe, reasoning_mask, segment
 from oar.reshape import reshape
@@ -31,6 +32,19 @@ class CreditConfig:
     boost: float = field(default=1.0, metadata={"help": "Extra weight of the most important token, before renormalising (paper: beta)."})
     floor: float = field(default=0.1, metadata={"help": "Least weight of a suppressed token, before renormalising."})
     renormalise: bool = field(default=True, metadata={"help": "Scale the weights so that a completion keeps its advantage mass."})
+
+
+def check_credit(config: CreditConfig) -> None:
+    """UserError for a choice that does not exist or a number out of range; a mistyped method must not train another one."""
+    for setting in fields(CreditConfig):
+        value, choices = getattr(config, setting.name), get_args(setting.type)
+        if choices and value not in choices:
+            raise UserError(f"--{setting.name} must be one of {', '.join(choices)}, got {value!r}")
+    checks = [(name, getattr(config, name) > 0, "positive") for name in ("noise_std", "noise_draws", "fisher_samples")]
+    checks += [(name, 0 <= getattr(config, name) <= 1, "between 0 and 1") for name in ("threshold", "floor")]
+    for name, fine, want in [*checks, ("boost", config.boost >= 0, "at least 0")]:
+        if not fine:
+            raise UserError(f"--{name.replace('_', '-')} must be {want}, got {getattr(config, name)}")
 
 
 @dataclass
@@ -84,13 +98,16 @@ def score_importance(policy: Policy, batch: Batch, segments, config: CreditConfi
 
 def assign_credit(policy: Policy, batch: Batch, rewards: torch.Tensor, advantages: torch.Tensor, config: CreditConfig,
                   group_size: int, temperature: float, generator: torch.Generator, token_budget: int,
-                  roles: list | None = None) -> Credit:
+                  roles: list | None = None, own: torch.Tensor | None = None) -> Credit:
     """Token advantages (B, T) from completion advantages (B,).
 
-    Completions whose advantage is exactly 0 are not scored (0 * w = 0): exact, and a large saving.
+    Completions whose advantage is exactly 0 are not scored (0 * w = 0): exact, and a large saving.  `own` (B, T) bool
+    marks the tokens that the policy wrote itself; the others (a tool's output) are read but get no weight but 1.
     """
     segments = [segment(policy.tokenizer, batch.row_ids(row), policy.eos_ids) for row in range(len(batch))]
     reasoning = reasoning_mask(batch, segments)                                      # (B, T)
+    if own is not None:
+        reasoning = reasoning & own
     importance = torch.zeros(reasoning.shape, device=reasoning.device)
     weights = torch.ones_like(importance)
     mask = batch.completion_mask

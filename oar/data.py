@@ -204,15 +204,21 @@ def read_outputs(path: str) -> list[dict]:
     return outputs
 
 
-def encode_prompt(policy: Policy, problem: str) -> list[int]:
-    """Prompt token ids: the lab's bare program, the chat template when there is one, else a plain step-by-step template."""
-    tokenizer = policy.tokenizer
+def prompt(policy: Policy, problem: str) -> str | list[dict]:
+    """The lab's bare program, a conversation when there is a chat template, else a plain step-by-step text."""
     if policy.is_lab:
-        return tokenizer.encode(problem, add_special_tokens=False)
-    if tokenizer.chat_template:
-        message = [{"role": "user", "content": f"{problem}\n{INSTRUCTION}"}]
-        return tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=False)
-    return tokenizer.encode(f"Problem: {problem}\n{INSTRUCTION}\nSolution:")
+        return problem
+    if policy.tokenizer.chat_template:
+        return [{"role": "user", "content": f"{problem}\n{INSTRUCTION}"}]
+    return f"Problem: {problem}\n{INSTRUCTION}\nSolution:"
+
+
+def encode_prompt(policy: Policy, problem: str) -> list[int]:
+    """Token ids of `prompt`, up to where the completion begins."""
+    tokenizer, text = policy.tokenizer, prompt(policy, problem)
+    if isinstance(text, list):
+        return tokenizer.apply_chat_template(text, add_generation_prompt=True, tokenize=True, return_dict=False)
+    return tokenizer.encode(text, add_special_tokens=not policy.is_lab)
 
 
 def stop_strings(policy: Policy) -> list[str]:

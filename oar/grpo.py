@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from oar.batch import Batch, chunks_by_budget, is_out_of_memory, position_ids
 
 LOSS_NORMS = ("sequence", "token", "constant")
+LOGIT_ROWS = 2048             # positions whose logits are turned to float32 together
 MAX_LOG_RATIO = 20.0          # exp(20) = 5e8: beyond any clip, yet finite in value and gradient
 
 
@@ -56,7 +57,7 @@ def _select_logprobs(logits: torch.Tensor, ids: torch.Tensor, temperature: float
     return logits.gather(-1, ids[:, None])[:, 0] - logits.logsumexp(-1)
 
 
-def selected_logprobs(logits: torch.Tensor, ids: torch.Tensor, temperature: float, rows: int = 2048) -> torch.Tensor:
+def selected_logprobs(logits: torch.Tensor, ids: torch.Tensor, temperature: float, rows: int = LOGIT_ROWS) -> torch.Tensor:
     """log softmax(logits / temperature)[ids] in float32: (N, V), (N,) -> (N,).
 
     Gather minus logsumexp over `rows` rows at a time, recomputed in the backward pass: no float32 copy of all the

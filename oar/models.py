@@ -16,7 +16,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from oar import lab
+from oar import lab, lora
 from oar.checkpoint import latest_checkpoint
 from oar.errors import UserError
 
@@ -54,9 +54,13 @@ def autocast(device: torch.device, dtype: torch.dtype):
 def load(name: str, device: torch.device, trust_remote_code: bool = False) -> Policy:
     """Load a policy in float32, in eval mode; `name` is "lab", a hub id, a local folder or a .gguf file.
 
+    The folder of a LoRA adapter gives the model it belongs to with the adapter merged in.
     UserError, in one sentence, when the file or folder is missing or incomplete, or the hub cannot be reached.
     """
     source, options = locate(name)
+    if base := lora.base_of(source):
+        policy = load(base, device, trust_remote_code)
+        return policy._replace(model=lora.merge(policy.model, source).eval())
     transformers.utils.logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
@@ -65,6 +69,8 @@ def load(name: str, device: torch.device, trust_remote_code: bool = False) -> Po
         why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         where = "cannot be loaded" if Path(source).is_dir() else "not on this disk, and the hub gave"
         raise UserError(f"--model {name}: {where}: {why}") from error
+    if getattr(model, "hf_quantizer", None) and "gguf_file" in options:      # now plain float32 weights, which trainers may train and save as such
+        model.hf_quantizer.remove_quantization_config(model)
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise UserError(f"--model {name}: {type(model).__name__} cannot compute logits at chosen positions (logits_to_keep)")
     prepare_tokenizer(tokenizer, model)
