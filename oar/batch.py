@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from oar import memory
+
 
 @dataclass
 class Batch:
@@ -103,23 +105,18 @@ def chunks_by_budget(lengths: list[int], budget: int) -> list[list[int]]:
 def for_chunks(lengths: list[int], budget: int, run) -> None:
     """Call `run(rows)` on chunks of at most `budget` tokens; when memory runs out, halve the chunk and go on.
 
-    `run` must be repeatable (write its result by row number).  A single row that does not fit raises the device's error.
+    The halved budget stays for the rest of the phase (memory.py), which also says so.  `run` must be repeatable (write its
+    result by row number).  A single row that does not fit raises the device's error.
     """
     todo = list(range(len(lengths)))
     while todo:
-        rows = [todo[i] for i in chunks_by_budget([lengths[row] for row in todo], budget)[0]]
+        rows = [todo[i] for i in chunks_by_budget([lengths[row] for row in todo], memory.allowed(budget))[0]]
         try:
             run(rows)
-        except RuntimeError as error:
-            if not is_out_of_memory(error) or len(rows) == 1:
+        except (RuntimeError, MemoryError) as error:
+            if not memory.ran_out(error) or len(rows) == 1:
                 raise
-            budget = max(lengths[row] for row in rows) * (len(rows) // 2)
+            budget = memory.halve(len(rows), max(lengths[row] for row in rows) * (len(rows) // 2))
         else:
             done = set(rows)
             todo = [row for row in todo if row not in done]
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an error says that the device ran out of memory (CUDA, MPS and CPU word it differently)."""
-    text = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "not enough memory" in text

@@ -9,11 +9,13 @@
 import inspect
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import transformers
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from oar import lab
@@ -51,13 +53,15 @@ def autocast(device: torch.device, dtype: torch.dtype):
     return torch.autocast(device.type, dtype=dtype) if dtype == torch.bfloat16 else nullcontext()
 
 
-def load(name: str, device: torch.device, trust_remote_code: bool = False) -> Policy:
+def load(name: str, device: torch.device, trust_remote_code: bool = False, quiet: bool = False) -> Policy:
     """Load a policy in float32, in eval mode; `name` is "lab", a hub id, a local folder or a .gguf file.
 
     UserError, in one sentence, when the file or folder is missing or incomplete, or the hub cannot be reached.
     """
     source, options = locate(name)
     transformers.utils.logging.disable_progress_bar()
+    if quiet and options:
+        silence_gguf_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, trust_remote_code=trust_remote_code, **options)
@@ -87,6 +91,12 @@ def locate(name: str) -> tuple[str, dict]:
     if name.count("/") > 1 or name.startswith((".", "/", "~")) or path.exists():
         raise UserError(f"--model {name}: no such folder, and not a hub id (owner/name)")
     return name, {}
+
+
+def silence_gguf_bar() -> None:
+    """Reading a .gguf file draws a bar of its own, which the switch above does not reach."""
+    from transformers import modeling_gguf_pytorch_utils as reader
+    reader.tqdm = partial(tqdm, disable=True)
 
 
 def prepare_tokenizer(tokenizer, model) -> None:
