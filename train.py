@@ -19,18 +19,18 @@ import math
 import random
 import sys
 import time
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from oar import checkpoint, data, grpo, interrupt, lock, memory, metrics, models, plots, record
+from oar import checkpoint, data, grpo, halving, interrupt, lock, metrics, models, plots, record
 from oar.batch import random_stream
 from oar.config import Config, Session, apply_preset, parse_config
 from oar.credit import assign_credit
 from oar.errors import UserError, exit_cleanly
-from oar.rollout import draw_uniforms, sample
+from oar.rollout import draw_uniforms, sample_in_parts
 from oar.verify import is_correct
 
 SAMPLES_EVERY = 10       # steps between entries of samples.jsonl
@@ -42,15 +42,17 @@ VALIDATION_ROWS = 128    # validation completions decoded together
 
 def load_examples(config: Config, policy: models.Policy) -> tuple[list[data.Example], list[data.Example], str]:
     """(training problems, held-out validation problems, a note); problems that do not fit the context are left out."""
+    room = models.prompt_room(policy, config.max_new_tokens)
     if config.data == "lab":
         examples = data.lab_examples("train", config.steps * config.prompts_per_step, config.instructions, config.seed)
         held_out = data.lab_examples("validation", config.validation_size, config.instructions, 0)
+        if len(data.encode_prompt(policy, examples[0].problem)) > room:      # they are all of one length
+            raise UserError(f"--instructions {config.instructions} and --max-new-tokens {config.max_new_tokens} do not fit the context together")
         return examples, held_out, f"{len(examples)} lab problems"
     if Path(config.data).suffix in (".jsonl", ".json") or Path(config.data).exists():
         examples = data.read_jsonl(config.data, config.problem_field, config.answer_field)
     else:
         examples = data.read_hub(config.data, config.data_split, config.problem_field, config.answer_field, config.data_config)
-    room = models.prompt_room(policy, config.max_new_tokens)
     fitting = [e for e in examples if len(data.encode_prompt(policy, e.problem)) <= room]
     random.Random("validation").shuffle(fitting)     # the same hold-out for every seed and method
     held_out, train = fitting[:config.validation_size], fitting[config.validation_size:]
@@ -64,8 +66,13 @@ def examples_of_step(examples: list[data.Example], step: int, count: int, seed: 
     """The problems of a step (from 1): each epoch goes through all of them in a new order."""
     def position(k: int) -> data.Example:
         epoch, i = divmod(k, len(examples))
-        return examples[random.Random(f"{seed}-{epoch}").sample(range(len(examples)), len(examples))[i]]
+        return examples[epoch_order(len(examples), seed, epoch)[i]]
     return [position(k) for k in range((step - 1) * count, step * count)]
+
+
+@lru_cache(maxsize=2)
+def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
+    return random.Random(f"{seed}-{epoch}").sample(range(count), count)
 
 
 def validate(policy: models.Policy, config: Config, held_out: list[data.Example], cast, tell) -> dict[str, float]:
@@ -77,9 +84,9 @@ def validate(policy: models.Policy, config: Config, held_out: list[data.Example]
         for i in range(0, len(held_out), VALIDATION_ROWS):
             uniforms = draw_uniforms(len(prompts[i:i + VALIDATION_ROWS]), config.max_new_tokens, random_stream("validation", i))
             with cast():
-                batch = sample(policy, prompts[i:i + VALIDATION_ROWS], 1, config.max_new_tokens, uniforms, temperature,
-                               stop_strings=data.stop_strings(policy),
-                               progress=lambda live: tell(f"{name} {i}/{len(held_out)}, {live} writing"))
+                batch = sample_in_parts(policy, prompts[i:i + VALIDATION_ROWS], 1, config.max_new_tokens, uniforms, temperature,
+                                        stop_strings=data.stop_strings(policy),
+                                        progress=lambda live: tell(f"{name} {i}/{len(held_out)}, {live} writing"))
             right += sum(is_correct(text, e.answer) for text, e in zip(batch.texts, held_out[i:i + VALIDATION_ROWS]))
         accuracy[name] = right / len(held_out)
     return accuracy
@@ -95,9 +102,9 @@ def train_step(policy, ref_model, optimizer, examples, config: Config, step: int
     tell("sampling")                                                                 # 1. G completions per problem
     prompts = [data.encode_prompt(policy, e.problem) for e in examples]
     uniforms = draw_uniforms(len(prompts) * config.group_size, config.max_new_tokens, random_stream(config.seed, step, "rollout"))
-    with cast(), memory.phase("rollout") as rollout:
-        batch = sample(policy, prompts, config.group_size, config.max_new_tokens, uniforms, config.temperature,
-                       stop_strings=data.stop_strings(policy), progress=lambda live: tell(f"sampling, {live} writing"))
+    with cast(), halving.phase("rollout") as rollout:
+        batch = sample_in_parts(policy, prompts, config.group_size, config.max_new_tokens, uniforms, config.temperature,
+                                stop_strings=data.stop_strings(policy), progress=lambda live: tell(f"sampling, {live} writing"))
 
     owners = [e for e in examples for _ in range(config.group_size)]                 # 2. rewards and advantages
     verdicts = [is_correct(text, e.answer) for text, e in zip(batch.texts, owners)]  # None or NaN: no reward can be had
@@ -107,7 +114,7 @@ def train_step(policy, ref_model, optimizer, examples, config: Config, step: int
     clock.append(time.perf_counter())
 
     tell("attributing")                                                              # 3. importance -> weights -> w_t * A_i
-    with cast(), memory.phase("attribution") as attribution:
+    with cast(), halving.phase("attribution") as attribution:
         credit = assign_credit(policy, batch, rewards, advantages, config, config.group_size, config.temperature,
                                random_stream(config.seed, step, "attribution"), config.tokens_per_pass, roles)
     clock.append(time.perf_counter())
@@ -116,7 +123,7 @@ def train_step(policy, ref_model, optimizer, examples, config: Config, step: int
     coefficients = grpo.loss_coefficients(batch.completion_mask, config.loss_norm, config.max_new_tokens, rewards.isfinite())
     policy.model.train(config.gradient_checkpointing)
     learned = {"skipped": "importance" if batch.entropy.isfinite().all() else "sampling distribution"}
-    with memory.phase("update") as update:
+    with halving.phase("update") as update:
         if credit.finite and batch.entropy.isfinite().all():
             learned = grpo.update(policy.model, optimizer, batch, credit.token_advantages, coefficients, temperature=config.temperature,
                                   inner_epochs=config.inner_epochs, token_budget=config.tokens_per_pass, clip_low=config.clip_low,

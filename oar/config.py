@@ -111,14 +111,15 @@ def apply_preset(config: Config, is_lab: bool) -> None:
     if config.method == "roles" and not is_lab:
         raise UserError("--method roles: token roles are known in the lab only")
     positive = ["steps", "prompts_per_step", "max_new_tokens", "temperature", "lr", "inner_epochs", "max_grad_norm", "tokens_per_pass",
-                "noise_std", "noise_draws", "fisher_samples", "save_every", "instructions", "max_skipped"]
+                "noise_std", "noise_draws", "fisher_samples", "save_every", "instructions"]
     not_negative = ["kl_beta", "weight_decay", "clip_low", "clip_high", "boost", "validation_size", "eval_every"]
     checks = [(name, getattr(config, name) > 0, "positive") for name in positive]
     checks += [(name, getattr(config, name) >= 0, "at least 0") for name in not_negative]
-    checks += [(name, math.isfinite(value), "finite") for name, value in vars(config).items() if isinstance(value, float)]
-    checks += [(name, getattr(config, name) <= most, f"at most {most:,}") for name, most in AT_MOST.items()]
     checks += [(name, 0 <= getattr(config, name) <= 1, "between 0 and 1") for name in ("threshold", "floor")]
     checks += [("group_size", config.group_size >= 2, "at least 2 (advantages compare completions of one problem)")]
+    checks += [("max_skipped", config.max_skipped > 0, "positive")]
+    checks += [(name, math.isfinite(value), "finite") for name, value in vars(config).items() if isinstance(value, float)]
+    checks += [(name, getattr(config, name) <= most, f"at most {most:,}") for name, most in AT_MOST.items()]
     for name, fine, want in checks:
         if not fine:
             raise UserError(f"--{name.replace('_', '-')} must be {want}, got {getattr(config, name)}")

@@ -16,7 +16,7 @@ from contextlib import nullcontext
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from oar import memory
+from oar import halving
 from oar.batch import Batch, chunks_by_budget, position_ids
 
 LOSS_NORMS = ("sequence", "token", "constant")
@@ -156,12 +156,12 @@ def update(model, optimizer, batch: Batch, token_advantages: torch.Tensor, coeff
         while parts is None:
             optimizer.zero_grad(set_to_none=True)    # also drops what a pass that ran out of memory had gathered
             try:
-                parts = [backward(epoch, chunk) for chunk in chunks_by_budget(lengths, memory.allowed(token_budget))]
+                parts = [backward(epoch, chunk) for chunk in chunks_by_budget(lengths, halving.allowed(token_budget))]
             except (RuntimeError, MemoryError) as error:
-                rows_at_once = len(chunks_by_budget(lengths, memory.allowed(token_budget))[0])
-                if not memory.ran_out(error) or rows_at_once == 1:
+                rows_at_once = len(chunks_by_budget(lengths, halving.allowed(token_budget))[0])
+                if not halving.ran_out(error) or rows_at_once == 1:
                     raise
-                token_budget = memory.halve(rows_at_once, max(lengths) * (rows_at_once // 2))
+                token_budget = halving.halve(rows_at_once, max(lengths) * (rows_at_once // 2))
         for part in parts:
             for name, value in part.items():
                 sums[name] += value / inner_epochs

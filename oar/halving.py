@@ -1,6 +1,6 @@
 """When memory runs out: the phase's budget is halved, the work goes on, and the log says so.
 
-    with memory.phase("attribution") as attribution:
+    with halving.phase("attribution") as attribution:
         ...                                          # batch.for_chunks and grpo.update stay within attribution.budget
     attribution.halvings                             # how often it ran out
 
