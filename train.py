@@ -201,7 +201,7 @@ def train(config: Config, session: Session, run: Path, stopping) -> None:
         if line["skipped"]:
             bar.write(f"step {step}: its {line['skipped']} is not finite; the step changed nothing and is skipped")
         if give_up:
-            raise UserError(f"{skips} steps in a row had a {line['skipped']} that is not finite; the state before them is saved in {run}")
+            raise UserError(f"the {line['skipped']} was not finite in {skips} steps in a row; the state before them is saved in {run}")
         if stop and not last_step:
             bar.close()
             interrupt.leave(stop, step, config.steps, run)
