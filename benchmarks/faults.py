@@ -78,7 +78,16 @@ def outcome(run: Path) -> tuple:
     """All that a run leaves behind, except for times and memory."""
     records = [{k: v for k, v in r.items() if not k.startswith(TIMES)} for r in read_records(run / "metrics.jsonl")]
     last = latest_checkpoint(run)
-    return last.name, records, read_records(run / "samples.jsonl"), (last / "model.safetensors").read_bytes(), (last / "trainer.pt").read_bytes()
+    return last.name, records, read_records(run / "samples.jsonl"), (last / "model.safetensors").read_bytes(), plain(torch.load(last / "trainer.pt"))
+
+
+def plain(state):
+    """Tensors as bytes, so that == compares bit by bit."""
+    if isinstance(state, torch.Tensor):
+        return state.numpy().tobytes()
+    if isinstance(state, (list, tuple)):
+        return list(map(plain, state))
+    return {name: plain(value) for name, value in state.items()} if isinstance(state, dict) else state
 
 
 def same(run: Path, reference: Path) -> bool:
@@ -259,26 +268,28 @@ def rows(base: Path, count: int, with_tests: bool):
         yield f"{name} (tests)", tests(files)
 
 
+def table(count: int, with_tests: bool) -> list[dict]:
+    """Print the table row by row and return it."""
+    print("| fault | tries | survived | lost |\n|---|---|---|---|", flush=True)
+    lines = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, results in rows(Path(folder), count, with_tests):
+            tries, survived = len(results or []), sum(results or [])
+            lines.append({"fault": name, "tries": tries, "survived": survived, "lost": tries - survived})
+            print(f"| {name} | {tries or 'none: no right to mount'} | {survived} | {tries - survived} |", flush=True)
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--kills", type=int, default=32, help="random kills of a training process; a quarter as many of each other kind")
     parser.add_argument("--tests", choices=["all", "none"], default="all")
     parser.add_argument("--soak", action="store_true", help="only the soak")
     args = parser.parse_args()
-    table = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    if args.soak:
-        table["soak"] = soak.run()
-    else:
-        print("| fault | tries | survived | lost |\n|---|---|---|---|")
-        table["faults"] = []
-        with tempfile.TemporaryDirectory() as folder:
-            for name, results in rows(Path(folder), args.kills, args.tests == "all"):
-                table["faults"].append({"fault": name, "tries": len(results or []), "survived": sum(results or []),
-                                        "lost": len(results or []) - sum(results or [])})
-                print(f"| {name} | {len(results)} | {sum(results)} | {len(results) - sum(results)} |" if results is not None else
-                      f"| {name} | not run: no right to mount | | |", flush=True)
-    write_atomically(RESULT, json.dumps(table | {"torch": torch.__version__}, indent=1) + "\n")
-    sys.exit(any(row["lost"] for row in table["faults"]) if not args.soak else not table["soak"]["flat"])
+    new = {"soak": soak.run()} if args.soak else {"faults": table(args.kills, args.tests == "all")}
+    old = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    write_atomically(RESULT, json.dumps(old | new | {"torch": torch.__version__}, indent=1) + "\n")
+    sys.exit(not new["soak"]["flat"] if args.soak else any(row["lost"] for row in new["faults"]))
 
 
 if __name__ == "__main__":

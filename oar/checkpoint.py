@@ -39,8 +39,9 @@ def writing(path: Path):
     """Whatever fails while `path` is written becomes a UserError that names it."""
     try:
         yield
-    except (OSError, RuntimeError, SafetensorError) as error:        # torch and safetensors do not raise OSError
-        why = getattr(error, "strerror", None) or next(iter(str(error).strip().splitlines()), type(error).__name__)
+    except (OSError, RuntimeError, SafetensorError) as error:        # torch and safetensors hide the OSError that they met
+        root = error.__context__ if isinstance(error.__context__, OSError) else error
+        why = getattr(root, "strerror", None) or next(iter(str(root).strip().splitlines()), type(root).__name__)
         raise UserError(f"{path} cannot be written ({why}); what was saved before is whole and can be continued") from error
 
 
@@ -108,7 +109,8 @@ def save_checkpoint(run: Path, step: int, model, tokenizer, optimizer) -> Path:
         try:
             model.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
-            torch.save({"step": step, "optimizer": optimizer.state_dict()}, temporary / "trainer.pt")
+            with open(temporary / "trainer.pt", "wb") as file:       # a file of Python's own, whose errors have a reason
+                torch.save({"step": step, "optimizer": optimizer.state_dict()}, file)
             seal(temporary)
             shutil.rmtree(final, ignore_errors=True)                 # a damaged one of this step
             os.replace(temporary, final)

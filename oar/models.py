@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -65,7 +66,7 @@ def load(name: str, device: torch.device, trust_remote_code: bool = False, quiet
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, trust_remote_code=trust_remote_code, **options)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         where = "cannot be loaded" if Path(source).is_dir() else "not on this disk, and the hub gave"
         raise UserError(f"--model {name}: {where}: {why}") from error

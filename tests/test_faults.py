@@ -263,7 +263,7 @@ def test_a_small_disk(tmp_path, monkeypatch):
         assert "\n" not in str(error.value) and checkpoint.latest_checkpoint(tmp_path / "run").name == "step_000002"
         assert models.load(str(tmp_path / "run"), torch.device("cpu")).is_lab
     finally:
-        subprocess.run(["umount", tmp_path], check=True)
+        subprocess.run(["umount", "-l", tmp_path], check=True)      # the weights are still mapped
 
 
 # --------------------------------------------------------------------------------------------------------------------

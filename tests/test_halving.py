@@ -104,6 +104,6 @@ def test_a_training_step_on_a_small_device(tmp_path, monkeypatch, phase, method,
     assert whole["memory_halvings"] == 0 and halved["memory_halvings"] >= 1
     assert re.search(f"{phase}: out of memory with \\d rows at once; going on with \\d", capsys.readouterr().err)
     for name in ("reward", "length", "entropy", "ess_ratio", "top10_mass", "grad_norm"):
-        assert halved[name] == pytest.approx(whole[name], rel=1e-3), name
+        assert halved[name] == pytest.approx(whole[name], rel=1e-2), name
     first, second = (real(str(tmp_path / name), torch.device("cpu")).model.state_dict() for name in ("False", "True"))
     assert all((first[name] - second[name]).abs().max() < 2.1e-4 for name in first)  # one step of Adam moves a weight by at most lr

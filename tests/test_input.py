@@ -88,7 +88,7 @@ def test_a_line_without_end_is_refused(tmp_path):
 @pytest.mark.parametrize("argv, message", [
     ("--method magic", "argument --method: invalid choice: 'magic'"), ("--probe first", "argument --probe: invalid choice"),
     ("--device tpu", "argument --device: invalid choice: 'tpu'"), ("--dtype float8", "argument --dtype: invalid choice"),
-    ("--gate none", "argument --gate: invalid choice"), ("--loss-norm mean", "argument --loss-norm: invalid choice"),
+    ("--gate none", "argument --gate: invalid choice"), ("--loss-norm mean", "argument --loss_norm/--loss-norm: invalid choice"),
     ("--steps ten", "argument --steps: invalid int value: 'ten'"), ("--steps 1.5", "argument --steps: invalid int value"),
     ("--lr", "argument --lr: expected one argument"), ("--bogus 1", "unknown argument --bogus"),
     ("--group-size 1", "--group-size must be at least 2"), ("--group-size 10000000", "--group-size must be at most 10,000"),
