@@ -156,7 +156,7 @@ def main() -> None:
     say = (lambda *text: None) if config.quiet else partial(print, flush=True)
     device = models.pick_device(config.device)
     cast = partial(models.autocast, device, models.pick_dtype(config.dtype, device))
-    policy = models.load(config.model, device, config.trust_remote_code)
+    policy = models.load(config.model, device, config.trust_remote_code, config.quiet)
     check(config, policy.is_lab)
     examples = load_problems(config, policy.is_lab)
     results = read_completion(policy, config, examples[0], cast) if config.completion_file else sample_until_enough(policy, config, examples, cast, say)

@@ -30,7 +30,7 @@ import torch
 from tqdm import tqdm
 from transformers import HfArgumentParser
 
-from oar import checkpoint, data, evaluation, lab, models
+from oar import checkpoint, data, evaluation, interrupt, lab, lock, models
 from oar.batch import for_chunks, random_stream
 from oar.data import BENCHMARKS, LAB_TEST_PROBLEMS
 from oar.errors import UserError, exit_cleanly
@@ -122,16 +122,18 @@ def settings_of(config: Config, benchmarks: dict[str, list[data.Example]]) -> di
     return {**flags, "weights": weights, "problems": problems}
 
 
-def open_folder(config: Config, settings: dict) -> Path:
-    """The output folder, new or to be continued; a last line cut short by a kill is dropped.
+def folder_of(config: Config, settings: dict) -> Path:
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", config.model[0])[-40:].strip("-.")
+    return Path(config.out or f"runs/eval-{name}-{digest(settings)}")
+
+
+def open_folder(out: Path, settings: dict) -> None:
+    """Make the output folder ready, new or to be continued; a last line cut short by a kill is dropped.
 
     UserError when its settings differ, naming the first that does, or when it holds something else.
     """
-    name = re.sub(r"[^A-Za-z0-9.]+", "-", config.model[0])[-40:].strip("-.")
-    out = Path(config.out or f"runs/eval-{name}-{digest(settings)}")
     record, saved = out / "completions.jsonl", None
     try:
-        out.mkdir(parents=True, exist_ok=True)
         if (out / "config.json").exists():
             saved = dict(json.loads((out / "config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
@@ -143,8 +145,12 @@ def open_folder(config: Config, settings: dict) -> Path:
             raise UserError(f"--out {out}: {name.replace('_', '-')} is {saved.get(name)!r} in this folder, not {value!r}")
     checkpoint.write_atomically(out / "config.json", json.dumps(settings, indent=2) + "\n")
     if record.exists():
-        os.truncate(record, record.read_bytes().rfind(b"\n") + 1)
-    return out
+        drop_cut_line(record)
+
+
+def drop_cut_line(record: Path) -> None:
+    """Take away a last line that a kill or a full disk has cut short."""
+    os.truncate(record, record.read_bytes().rfind(b"\n") + 1)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -241,22 +247,35 @@ def evaluate_model(name: str, policy: models.Policy, benchmarks: dict, config: C
 # commands
 
 def grade(config: Config) -> None:
-    """Grade the lines of a file: a verdict per line in verdicts.jsonl, a table with the confusion against the labels."""
+    """Grade the lines of a file: a verdict per line in verdicts.jsonl, a table with the confusion against the labels.
+
+    Verdicts are gathered in a file named after the lines' hash, where an interrupted grading is taken up again.
+    """
     outputs = data.read_outputs(config.grade)
     out = Path(config.out or f"runs/grade-{Path(config.grade).stem}")
     if (out / "config.json").exists():
         raise UserError(f"--out {out}: holds a run; give the verdicts a folder of their own")
-    verdicts = []
-    for output in tqdm(outputs, desc="grade", unit=" lines", disable=config.quiet, dynamic_ncols=True):
-        answer = extract_answer(output["text"])
-        answer = answer and answer.encode("utf-8", "backslashreplace").decode()      # half a surrogate pair cannot be written
-        verdicts.append({name: output[name] for name in ("line", "benchmark", "label")}
-                        | {"correct": is_correct(output["text"], output["gold"]), "answer": answer})
+    with lock.hold(out):
+        unfinished = out / f"grading-{digest(outputs)}.jsonl"
+        if unfinished.exists():
+            drop_cut_line(unfinished)
+        done = len(checkpoint.read_records(unfinished))
+        for output in tqdm(outputs[done:], desc="grade", unit=" lines", initial=done, total=len(outputs), disable=config.quiet, dynamic_ncols=True):
+            answer = extract_answer(output["text"])
+            answer = answer and answer.encode("utf-8", "backslashreplace").decode()  # half a surrogate pair cannot be written
+            checkpoint.append_jsonl(unfinished, {name: output[name] for name in ("line", "benchmark", "label")}
+                                    | {"correct": is_correct(output["text"], output["gold"]), "answer": answer})
+        verdicts = checkpoint.read_records(unfinished)
+        checkpoint.sync(unfinished)
+        os.replace(unfinished, out / "verdicts.jsonl")
+        report_grades(config, verdicts, out)
+
+
+def report_grades(config: Config, verdicts: list[dict], out: Path) -> None:
+    """Tables of the verdicts, by benchmark and over all lines."""
     groups = {name: [v for v in verdicts if v["benchmark"] == name] for name in dict.fromkeys(v["benchmark"] for v in verdicts)}
     groups |= {"all lines": verdicts} if len(groups) > 1 else {}
     rows = [{"benchmark": name, **evaluation.confusion(group)} for name, group in groups.items()]
-    out.mkdir(parents=True, exist_ok=True)
-    checkpoint.write_atomically(out / "verdicts.jsonl", "".join(json.dumps(v, ensure_ascii=False) + "\n" for v in verdicts))
     report(out, {"file": config.grade}, {"results": rows}, [evaluation.confusion_table(rows)], "verdicts.jsonl")
 
 
@@ -277,13 +296,19 @@ def main() -> None:
     for name in config.model:
         models.locate(name)                          # a wrong path shows now, not after the models before it
     device = models.pick_device(config.device)
-    load = partial(models.load, device=device, trust_remote_code=config.trust_remote_code)
+    load = partial(models.load, device=device, trust_remote_code=config.trust_remote_code, quiet=config.quiet)
     policy = load(config.model[0])
     resolve(config, policy.is_lab, device)
     benchmarks = load_benchmarks(config)
     check_language(config.model[0], policy, benchmarks)
     settings = settings_of(config, benchmarks)
-    out = open_folder(config, settings)
+    with lock.hold(folder_of(config, settings)):
+        evaluate(config, policy, load, benchmarks, settings, folder_of(config, settings))
+
+
+def evaluate(config: Config, policy: models.Policy, load, benchmarks: dict[str, list[data.Example]], settings: dict, out: Path) -> None:
+    """Every model on every benchmark, then the tables; `policy` is the first of them, loaded already."""
+    open_folder(out, settings)
     decoding = "greedy" if config.temperature == 0 else f"temperature {config.temperature:g}, top-p {config.top_p:g}, seed {config.seed}"
     print(f"{', '.join(f'{len(some)} {name}' for name, some in benchmarks.items())} problems x {config.samples} completions of up to "
           f"{config.max_new_tokens} tokens, {decoding} ({config.device}, {config.dtype})", flush=True)
@@ -302,8 +327,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with interrupt.at_once("stopped; the same command takes it up again from here"):
         exit_cleanly(main)
-    except KeyboardInterrupt:
-        print("\nstopped; the same command takes an evaluation up again from here", file=sys.stderr)
-        sys.exit(130)

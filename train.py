@@ -15,22 +15,23 @@ The loop is the paper's algorithm box.  What it leaves out, on purpose:
 """
 import dataclasses
 import json
+import math
 import random
 import sys
 import time
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from oar import checkpoint, data, grpo, lora, memory, metrics, models, plots, record
+from oar import checkpoint, data, grpo, halving, interrupt, lock, lora, memory, metrics, models, plots, record
 from oar.batch import random_stream
-from oar.config import Config, apply_preset, parse_config
+from oar.config import Config, Session, apply_preset, parse_config
 from oar.credit import assign_credit
 from oar.errors import UserError, exit_cleanly
 from oar.optimizer import make_optimizer
-from oar.rollout import draw_uniforms, sample
+from oar.rollout import draw_uniforms, sample_in_parts
 from oar.verify import is_correct
 
 SAMPLES_EVERY = 10       # steps between entries of samples.jsonl
@@ -42,15 +43,17 @@ VALIDATION_ROWS = 128    # validation completions decoded together
 
 def load_examples(config: Config, policy: models.Policy) -> tuple[list[data.Example], list[data.Example], str]:
     """(training problems, held-out validation problems, a note); problems that do not fit the context are left out."""
+    room = models.prompt_room(policy, config.max_new_tokens)
     if config.data == "lab":
         examples = data.lab_examples("train", config.steps * config.prompts_per_step, config.instructions, config.seed)
         held_out = data.lab_examples("validation", config.validation_size, config.instructions, 0)
+        if len(data.encode_prompt(policy, examples[0].problem)) > room:      # they are all of one length
+            raise UserError(f"--instructions {config.instructions} and --max-new-tokens {config.max_new_tokens} do not fit the context together")
         return examples, held_out, f"{len(examples)} lab problems"
     if Path(config.data).suffix in (".jsonl", ".json") or Path(config.data).exists():
         examples = data.read_jsonl(config.data, config.problem_field, config.answer_field)
     else:
         examples = data.read_hub(config.data, config.data_split, config.problem_field, config.answer_field, config.data_config)
-    room = models.prompt_room(policy, config.max_new_tokens)
     fitting = [e for e in examples if len(data.encode_prompt(policy, e.problem)) <= room]
     random.Random("validation").shuffle(fitting)     # the same hold-out for every seed and method
     held_out, train = fitting[:config.validation_size], fitting[config.validation_size:]
@@ -64,8 +67,13 @@ def examples_of_step(examples: list[data.Example], step: int, count: int, seed: 
     """The problems of a step (from 1): each epoch goes through all of them in a new order."""
     def position(k: int) -> data.Example:
         epoch, i = divmod(k, len(examples))
-        return examples[random.Random(f"{seed}-{epoch}").sample(range(len(examples)), len(examples))[i]]
+        return examples[epoch_order(len(examples), seed, epoch)[i]]
     return [position(k) for k in range((step - 1) * count, step * count)]
+
+
+@lru_cache(maxsize=2)
+def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
+    return random.Random(f"{seed}-{epoch}").sample(range(count), count)
 
 
 def validate(policy: models.Policy, config: Config, held_out: list[data.Example], cast, tell) -> dict[str, float]:
@@ -77,9 +85,9 @@ def validate(policy: models.Policy, config: Config, held_out: list[data.Example]
         for i in range(0, len(held_out), VALIDATION_ROWS):
             uniforms = draw_uniforms(len(prompts[i:i + VALIDATION_ROWS]), config.max_new_tokens, random_stream("validation", i))
             with cast():
-                batch = sample(policy, prompts[i:i + VALIDATION_ROWS], 1, config.max_new_tokens, uniforms, temperature,
-                               stop_strings=data.stop_strings(policy),
-                               progress=lambda live: tell(f"{name} {i}/{len(held_out)}, {live} writing"))
+                batch = sample_in_parts(policy, prompts[i:i + VALIDATION_ROWS], 1, config.max_new_tokens, uniforms, temperature,
+                                        stop_strings=data.stop_strings(policy),
+                                        progress=lambda live: tell(f"{name} {i}/{len(held_out)}, {live} writing"))
             right += sum(is_correct(text, e.answer) for text, e in zip(batch.texts, held_out[i:i + VALIDATION_ROWS]))
         accuracy[name] = right / len(held_out)
     return accuracy
@@ -95,37 +103,42 @@ def train_step(policy, ref_model, optimizer, examples, config: Config, step: int
     tell("sampling")                                                                 # 1. G completions per problem
     prompts = [data.encode_prompt(policy, e.problem) for e in examples]
     uniforms = draw_uniforms(len(prompts) * config.group_size, config.max_new_tokens, random_stream(config.seed, step, "rollout"))
-    with cast():
-        batch = sample(policy, prompts, config.group_size, config.max_new_tokens, uniforms, config.temperature,
-                       stop_strings=data.stop_strings(policy), progress=lambda live: tell(f"sampling, {live} writing"))
+    with cast(), halving.phase("rollout") as rollout:
+        batch = sample_in_parts(policy, prompts, config.group_size, config.max_new_tokens, uniforms, config.temperature,
+                                stop_strings=data.stop_strings(policy), progress=lambda live: tell(f"sampling, {live} writing"))
 
     owners = [e for e in examples for _ in range(config.group_size)]                 # 2. rewards and advantages
-    rewards = torch.tensor([float(is_correct(text, e.answer)) for text, e in zip(batch.texts, owners)], device=batch.prompt_ids.device)
+    verdicts = [is_correct(text, e.answer) for text, e in zip(batch.texts, owners)]  # None or NaN: no reward can be had
+    rewards = torch.tensor([math.nan if v is None else float(v) for v in verdicts], device=batch.prompt_ids.device)
     advantages = grpo.group_advantages(rewards, config.group_size)                   # (B,)
     roles = record.lab_roles(policy, batch, owners) if policy.is_lab else None
     clock.append(time.perf_counter())
 
     tell("attributing")                                                              # 3. importance -> weights -> w_t * A_i
-    with cast():
+    with cast(), halving.phase("attribution") as attribution:
         credit = assign_credit(policy, batch, rewards, advantages, config, config.group_size, config.temperature,
                                random_stream(config.seed, step, "attribution"), config.tokens_per_pass, roles)
     clock.append(time.perf_counter())
 
     tell("updating")                                                                 # 4. the clipped surrogate
-    coefficients = grpo.loss_coefficients(batch.completion_mask, config.loss_norm, config.max_new_tokens)
+    coefficients = grpo.loss_coefficients(batch.completion_mask, config.loss_norm, config.max_new_tokens, rewards.isfinite())
     policy.model.train(config.gradient_checkpointing)
-    learned = grpo.update(policy.model, optimizer, batch, credit.token_advantages, coefficients, temperature=config.temperature,
-                          inner_epochs=config.inner_epochs, token_budget=config.tokens_per_pass, clip_low=config.clip_low,
-                          clip_high=config.clip_high, max_grad_norm=config.max_grad_norm, ref_model=ref_model,
-                          kl_beta=config.kl_beta, autocast=cast)
+    learned = {"skipped": "importance" if batch.entropy.isfinite().all() else "sampling distribution"}
+    with halving.phase("update") as update:
+        if credit.finite and batch.entropy.isfinite().all():
+            learned = grpo.update(policy.model, optimizer, batch, credit.token_advantages, coefficients, temperature=config.temperature,
+                                  inner_epochs=config.inner_epochs, token_budget=config.tokens_per_pass, clip_low=config.clip_low,
+                                  clip_high=config.clip_high, max_grad_norm=config.max_grad_norm, ref_model=ref_model,
+                                  kl_beta=config.kl_beta, autocast=cast)
     policy.model.eval()
     clock.append(time.perf_counter())
 
     seconds = {f"seconds_{name}": b - a for name, a, b in zip(("rollout", "attribution", "update"), clock, clock[1:])}
     line = {"step": step, **record.describe(batch, rewards, advantages, credit, roles, config.group_size), **learned, **seconds,
               **{f"share_{name[8:]}": value / (clock[-1] - clock[0]) for name, value in seconds.items()},
+              "memory_halvings": rollout.halvings + attribution.halvings + update.halvings,
               "memory_mb": metrics.peak_memory_mb(batch.prompt_ids.device)}
-    return line, record.describe_samples(policy, batch, owners, rewards, advantages, credit, step)
+    return record.finite(line), record.describe_samples(policy, batch, owners, rewards, advantages, credit, step)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -133,26 +146,31 @@ def train_step(policy, ref_model, optimizer, examples, config: Config, step: int
 
 def main() -> None:
     config, session, run = parse_config(sys.argv[1:], __doc__.split("\n")[0])
+    with lock.hold(run), interrupt.deferred() as stopping:
+        train(config, session, run, stopping)
+
+
+def train(config: Config, session: Session, run: Path, stopping) -> None:
+    """A run, or the rest of it, in a folder that is ours alone; `stopping()` is the number of a signal that asks to stop, or 0."""
     say = (lambda *text: None) if session.quiet else partial(print, flush=True)
     device = models.pick_device(config.device)
     dtype = models.pick_dtype(config.dtype, device)
     cast = partial(models.autocast, device, dtype)
     last = checkpoint.latest_checkpoint(run) if session.resume else None
-    policy = models.load(str(last if last and not config.lora_rank else config.model), device, config.trust_remote_code)
+    policy = models.load(str(last if last and not config.lora_rank else config.model), device, config.trust_remote_code, session.quiet)
     if config.lora_rank:
         lora.attach(policy.model, config.lora_rank, config.model, config.seed, last)
     apply_preset(config, policy.is_lab)
     examples, held_out, note = load_examples(config, policy)
-    ref_model = models.load(config.model, device, config.trust_remote_code).model.requires_grad_(False) if config.kl_beta else None
+    ref_model = models.load(config.model, device, config.trust_remote_code, session.quiet).model.requires_grad_(False) if config.kl_beta else None
     if config.gradient_checkpointing:
         policy.model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     optimizer = make_optimizer(config.optimizer, policy.model, config.lr, config.weight_decay)
     done = checkpoint.restore_optimizer(last, optimizer) if last else 0
 
-    run.mkdir(parents=True, exist_ok=True)
     checkpoint.write_atomically(run / "config.json", json.dumps(dataclasses.asdict(config), indent=2) + "\n")
     for name in ("metrics.jsonl", "samples.jsonl"):
-        checkpoint.cut_records(run / name, done)
+        checkpoint.cut_records(run / name, done if last else -1)
     parameters = sum(p.numel() for p in policy.model.parameters())
     say(f"{config.method} on {config.model} ({parameters / 1e6:.1f} M parameters, {device}, {dtype} compute over float32 weights), {note}")
     say(f"{config.steps} steps of {config.prompts_per_step} x {config.group_size} completions of up to {config.max_new_tokens} tokens, "
@@ -168,8 +186,10 @@ def main() -> None:
         bar.set_description(what, refresh=False)
         bar.update(0)
 
-    if done == 0 and held_out:
+    if not last and held_out:
         checkpoint.append_jsonl(run / "metrics.jsonl", {"step": 0, **validate(policy, config, held_out, cast, tell)})
+    if stopping():
+        interrupt.leave(stopping(), done, config.steps, run)
     for step in range(done + 1, config.steps + 1):
         problems = examples_of_step(examples, step, config.prompts_per_step, config.seed)
         line, samples = train_step(policy, ref_model, optimizer, problems, config, step, cast, tell)
@@ -178,12 +198,20 @@ def main() -> None:
             line |= validate(policy, config, held_out, cast, tell)
         checkpoint.append_jsonl(run / "metrics.jsonl", line)
         if last_step or step % SAMPLES_EVERY == 1:
-            for one in samples:
-                checkpoint.append_jsonl(run / "samples.jsonl", one)
-        if last_step or step % config.save_every == 0:
+            checkpoint.append_jsonl(run / "samples.jsonl", *samples)
+        stop, skips = stopping(), record.skipped_in_a_row(run / "metrics.jsonl") if line["skipped"] else 0
+        give_up = skips >= config.max_skipped
+        if last_step or stop or give_up or step % config.save_every == 0:
             checkpoint.save_checkpoint(run, step, policy.model, policy.tokenizer, optimizer)
-        bar.set_postfix_str(f"reward {line['reward']:.2f}, length {line['length']:.0f}, entropy {line['entropy']:.2f}")
+        bar.set_postfix_str(record.postfix(line))
         bar.update()
+        if line["skipped"]:
+            bar.write(f"step {step}: its {line['skipped']} is not finite; the step changed nothing and is skipped")
+        if give_up:
+            raise UserError(f"the {line['skipped']} was not finite in {skips} steps in a row; the state before them is saved in {run}")
+        if stop and not last_step:
+            bar.close()
+            interrupt.leave(stop, step, config.steps, run)
         if line["truncated_share"] == 1:
             bar.write(f"step {step}: every completion was cut at --max-new-tokens {config.max_new_tokens}; none could end by itself")
     bar.close()
@@ -196,4 +224,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    exit_cleanly(main)
+    with interrupt.at_once("stopped at once; --resume goes on from the last checkpoint"):
+        exit_cleanly(main)

@@ -110,13 +110,13 @@ def key_values(completions: list[list[int]], right: list[bool]) -> dict[int, flo
 def ktae(batch: Batch, advantages: torch.Tensor, rewards: torch.Tensor, group_size: int,
          eos_ids: tuple[int, ...]) -> torch.Tensor:
     """A_i + key value of the token, (B, T); EOS and padding get no key value. A completion is right when its reward
-    is above its group's midpoint."""
+    is above its group's midpoint; one without a finite reward is left out."""
     shaped = advantages[:, None] * batch.completion_mask                             # (B, T)
     for start in range(0, len(batch), group_size):
-        group = range(start, start + group_size)
-        reward = rewards[start:start + group_size]
-        right = (reward > (reward.max() + reward.min()) / 2).tolist()
-        if len(set(right)) == 1:
+        group = [row for row in range(start, start + group_size) if rewards[row].isfinite()]
+        reward = rewards[group]
+        right = (reward > (reward.max() + reward.min()) / 2).tolist() if group else []
+        if len(set(right)) < 2:
             continue                                 # all right or all wrong: nothing to tell apart
         completions = [[t for t in batch.row_ids(row) if t not in eos_ids] for row in group]
         values = key_values(completions, right)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from oar import halving
+
 
 @dataclass
 class Batch:
@@ -41,6 +43,24 @@ class Batch:
         return Batch(self.prompt_ids[at][:, left], prompt_mask[:, left], self.completion_ids[at][:, right],
                      completion_mask[:, right], self.logprobs[at][:, right], self.entropy[at][:, right],
                      self.finished[at], [self.texts[i] for i in index])
+
+
+def join(parts: list[Batch], order: list[int], pad_id: int) -> Batch:
+    """One batch from parts; `order` holds the row number that each row of the parts, one after the other, is to have."""
+    prompt, completion = (max(getattr(part, name).shape[1] for part in parts) for name in ("prompt_ids", "completion_ids"))
+    back = torch.tensor(order).argsort().to(parts[0].prompt_ids.device)
+
+    def stack(name: str, value=0) -> torch.Tensor:
+        rows = [getattr(part, name) for part in parts]
+        if name != "finished":
+            left = name.startswith("prompt")
+            gaps = [(prompt if left else completion) - x.shape[1] for x in rows]
+            rows = [torch.nn.functional.pad(x, (gap, 0) if left else (0, gap), value=value) for x, gap in zip(rows, gaps)]
+        return torch.cat(rows)[back]
+
+    texts = [text for part in parts for text in part.texts]
+    return Batch(stack("prompt_ids", pad_id), stack("prompt_mask"), stack("completion_ids", pad_id), stack("completion_mask"),
+                 stack("logprobs"), stack("entropy"), stack("finished"), [texts[i] for i in back.tolist()])
 
 
 def pad(rows: list[list[int]], side: str, value: int, device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,23 +123,18 @@ def chunks_by_budget(lengths: list[int], budget: int) -> list[list[int]]:
 def for_chunks(lengths: list[int], budget: int, run) -> None:
     """Call `run(rows)` on chunks of at most `budget` tokens; when memory runs out, halve the chunk and go on.
 
-    `run` must be repeatable (write its result by row number).  A single row that does not fit raises the device's error.
+    The halved budget stays for the rest of the phase (halving.py), which also says so.  `run` must be repeatable (write its
+    result by row number).  A single row that does not fit raises the device's error.
     """
     todo = list(range(len(lengths)))
     while todo:
-        rows = [todo[i] for i in chunks_by_budget([lengths[row] for row in todo], budget)[0]]
+        rows = [todo[i] for i in chunks_by_budget([lengths[row] for row in todo], halving.allowed(budget))[0]]
         try:
             run(rows)
-        except RuntimeError as error:
-            if not is_out_of_memory(error) or len(rows) == 1:
+        except (RuntimeError, MemoryError) as error:
+            if not halving.ran_out(error) or len(rows) == 1:
                 raise
-            budget = max(lengths[row] for row in rows) * (len(rows) // 2)
+            budget = halving.halve(len(rows), max(lengths[row] for row in rows) * (len(rows) // 2))
         else:
             done = set(rows)
             todo = [row for row in todo if row not in done]
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an error says that the device ran out of memory (CUDA, MPS and CPU word it differently)."""
-    text = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "not enough memory" in text

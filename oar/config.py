@@ -4,6 +4,7 @@ The same object is printed, saved as config.json in the run folder and compared 
 """
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -24,6 +25,10 @@ PRESETS = {
     "real": dict(data="openai/gsm8k", steps=200, prompts_per_step=16, group_size=8, max_new_tokens=1024, lr=1e-6,
                  validation_size=100, eval_every=0, tokens_per_pass=8192),
 }
+
+# Beyond these a value is a slip of the keyboard; some would fill the memory before anything else could tell.
+AT_MOST = {"lr": 1, "temperature": 100, "steps": 1_000_000, "prompts_per_step": 10_000, "group_size": 10_000, "inner_epochs": 1_000,
+           "max_new_tokens": 1_000_000, "validation_size": 100_000, "noise_draws": 10_000, "fisher_samples": 10_000, "instructions": 10_000}
 
 
 @dataclass
@@ -53,6 +58,7 @@ class Config(CreditConfig):
     loss_norm: Literal["sequence", "token", "constant"] = flag("sequence", "How token losses are averaged (oar/grpo.py).")
     kl_beta: float = flag(0.0, "Weight of the KL to the frozen initial policy; 0 keeps no reference.")
     max_grad_norm: float = flag(1.0, "Gradient clipping.")
+    max_skipped: int = flag(5, "Steps in a row without a finite loss, gradient or importance at which the run stops.")
 
     device: Literal["auto", "cpu", "cuda", "mps"] = flag("auto", "Where to compute.")
     dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "Compute dtype; the weights stay float32.")
@@ -81,8 +87,8 @@ def parse_config(argv: list[str], description: str) -> tuple[Config, Session, Pa
     if session.resume:
         run = Path(session.resume)
         try:
-            saved = json.loads((run / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            saved = dict(json.loads((run / "config.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
             raise UserError(f"--resume {run}: cannot read its config.json ({error})") from None
         parser.set_defaults(**saved)
         config, session = parse_flags(parser, argv)
@@ -114,6 +120,9 @@ def apply_preset(config: Config, is_lab: bool) -> None:
     checks = [(name, getattr(config, name) > 0, "positive") for name in positive]
     checks += [(name, getattr(config, name) >= 0, "at least 0") for name in not_negative]
     checks += [("group_size", config.group_size >= 2, "at least 2 (advantages compare completions of one problem)")]
+    checks += [("max_skipped", config.max_skipped > 0, "positive")]
+    checks += [(name, math.isfinite(value), "finite") for name, value in vars(config).items() if isinstance(value, float)]
+    checks += [(name, getattr(config, name) <= most, f"at most {most:,}") for name, most in AT_MOST.items()]
     for name, fine, want in checks:
         if not fine:
             raise UserError(f"--{name.replace('_', '-')} must be {want}, got {getattr(config, name)}")

@@ -54,6 +54,7 @@ class Credit:
     weights: torch.Tensor             # float32, 1 on tokens that are not reasoning
     importance: torch.Tensor          # float32, 0 where nothing was scored
     reasoning_mask: torch.Tensor      # bool
+    finite: bool = True               # False: some importance was NaN or infinite, and all weights are 1 instead
 
 
 def score_importance(policy: Policy, batch: Batch, segments, config: CreditConfig, temperature: float,
@@ -121,6 +122,8 @@ def assign_credit(policy: Policy, batch: Batch, rewards: torch.Tensor, advantage
         part = batch.rows(scored)
         scores = score_importance(policy, part, [segments[row] for row in scored], config, temperature, generator,
                                   token_budget, [roles[row] for row in scored] if roles else None)
+        if not scores.isfinite().all():
+            return Credit(advantages[:, None] * mask, weights, importance, reasoning, finite=False)
         importance[scored, :scores.shape[1]] = scores
         weights[scored] = reshape(importance[scored], reasoning[scored], threshold=config.threshold, boost=config.boost,
                                   floor=config.floor, gate=config.gate, renormalise=config.renormalise)

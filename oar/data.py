@@ -18,6 +18,7 @@ from oar.models import Policy
 from oar.verify import extract_answer
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
+LONGEST_LINE = 2 ** 26               # bytes (64 MiB): a longer line is not a problem but another kind of file
 PLAIN_STOPS = ["\nProblem:"]          # a base model likes to invent the next problem; its answer must not be graded
 LAB_TEST_PROBLEMS = 200               # of the lab's endless test split, when no limit is given
 
@@ -95,12 +96,15 @@ def example_of(row: dict, problem_field: str, answer_field: str, where: str, def
 def json_lines(path: str) -> Iterator[tuple[int, object]]:
     """(line number, value) of every line of a JSONL file that is not blank.
 
-    UserError: unreadable file, bytes that are not UTF-8, a line that is not JSON.
+    Read line by line, however large the file.  UserError: unreadable file, bytes that are not UTF-8, a line that is not
+    JSON or has no end.
     """
     try:
-        with open(path, "rb") as lines:              # bytes: only "\n" ends a line, U+2028 inside a text does not
-            for number, raw in enumerate(lines, 1):
+        with open(path, "rb") as file:               # bytes: only "\n" ends a line, U+2028 inside a text does not
+            for number, raw in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), 1):
                 where = f"{path}, line {number}"
+                if len(raw) == LONGEST_LINE and not raw.endswith(b"\n"):
+                    raise UserError(f"{where}: longer than {LONGEST_LINE >> 20} MiB")
                 try:
                     text = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
                     value = json.loads(text) if text else None

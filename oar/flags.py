@@ -12,7 +12,11 @@ def flag(default, help: str):
 
 
 def parse_flags(parser, argv: list[str]) -> tuple:
-    """One dataclass per type of an HfArgumentParser; UserError for an argument that none of them has."""
+    """One dataclass per type of an HfArgumentParser; UserError for an unknown argument or a value that cannot be one."""
+    def refuse(message: str) -> None:                # in place of argparse's page of usage
+        raise UserError(f"{message} (see --help)")
+
+    parser.error = refuse
     *configs, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True, look_for_args_file=False)
     if unknown:
         raise UserError(f"unknown argument {unknown[0]} (see --help)")

@@ -10,12 +10,14 @@ fixed for the step before it is cut into micro-batches, the memory knob changes 
 Differences named: the standard deviation is the sample one (n - 1), as in TRL; eps is 1e-4; dropout is off in
 training (models.py), so the old and the new log-probabilities of the first pass are the same numbers.
 """
+import math
 from contextlib import nullcontext
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from oar.batch import Batch, chunks_by_budget, is_out_of_memory, position_ids
+from oar import halving
+from oar.batch import Batch, chunks_by_budget, position_ids
 
 LOSS_NORMS = ("sequence", "token", "constant")
 LOGIT_ROWS = 2048             # positions whose logits are turned to float32 together
@@ -25,8 +27,9 @@ MAX_LOG_RATIO = 20.0          # exp(20) = 5e8: beyond any clip, yet finite in va
 def group_advantages(rewards: torch.Tensor, group_size: int, eps: float = 1e-4) -> torch.Tensor:
     """A_i = (r_i - mean) / (std + eps) inside consecutive groups of `group_size`; (B,) -> (B,) float32.
 
-    A group whose rewards are all equal gets exactly 0 (no rounding residue, no NaN).  Raises ValueError when
-    group_size < 2 or it does not divide B.
+    A group whose rewards are all equal gets exactly 0 (no rounding residue, no NaN).  A completion without a finite reward
+    leaves its group: it gets 0, and the others are compared among themselves.  Raises ValueError when group_size < 2 or it
+    does not divide B.
     """
     if group_size < 2 or rewards.numel() % group_size:
         raise ValueError(f"group_size must be at least 2 and divide {rewards.numel()}, got {group_size}")
@@ -34,22 +37,32 @@ def group_advantages(rewards: torch.Tensor, group_size: int, eps: float = 1e-4) 
     centred = groups - groups.mean(1, keepdim=True)
     advantages = centred / (groups.std(1, keepdim=True) + eps)
     equal = (groups == groups[:, :1]).all(1, keepdim=True)
-    return torch.where(equal, torch.zeros_like(advantages), advantages).flatten()    # (B,)
+    advantages = torch.where(equal, torch.zeros_like(advantages), advantages)        # (B/G, G)
+    for group, kept in enumerate(groups.isfinite()):
+        if not kept.all():
+            advantages[group] = 0
+        if 1 < kept.sum() < group_size:
+            advantages[group, kept] = group_advantages(groups[group, kept], int(kept.sum()), eps)
+    return advantages.flatten()                                                      # (B,)
 
 
-def loss_coefficients(completion_mask: torch.Tensor, norm: str, max_new_tokens: int) -> torch.Tensor:
+def loss_coefficients(completion_mask: torch.Tensor, norm: str, max_new_tokens: int, kept: torch.Tensor | None = None) -> torch.Tensor:
     """Per-token coefficients c (B, T) float32, 0 on padding, computed once for the whole step.
+
+    Completions that are not `kept` (B,) have no loss and do not count among the B either.
 
     sequence: 1 / (B * n_i), the mean over a completion's tokens and then over completions (the paper's)
     token:    1 / sum_i n_i, the mean over all tokens of the step (DAPO)
     constant: 1 / (B * max_new_tokens), so that length neither dilutes nor amplifies (Dr. GRPO)
     """
-    mask = completion_mask.float()
+    mask, completions = completion_mask.float(), len(completion_mask)
+    if kept is not None:
+        mask, completions = mask * kept[:, None], max(1, int(kept.sum()))
     if norm == "sequence":
-        return mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)
+        return mask / mask.sum(1, keepdim=True).clamp(min=1) / completions
     if norm == "token":
         return mask / mask.sum().clamp(min=1)
-    return mask / (len(mask) * max_new_tokens)
+    return mask / (completions * max_new_tokens)
 
 
 def _select_logprobs(logits: torch.Tensor, ids: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -108,11 +121,13 @@ def update(model, optimizer, batch: Batch, token_advantages: torch.Tensor, coeff
 
     Rows without any advantage are left out when kl_beta = 0, since their gradient is exactly 0; a step with nothing to
     learn from changes no weight (Adam's momentum would otherwise move them).  When memory runs out, the pass starts over
-    with half the `token_budget`.  Returns loss, grad_norm (before
-    clipping), clip_fraction, approx_kl (k3) and, with a reference, kl_ref; averages over tokens and inner epochs.
+    with half the `token_budget`.  A pass whose loss or gradient is not finite changes no weight either, and is the last.
+
+    Returns loss, grad_norm (before clipping), clip_fraction, approx_kl (k3) and, with a reference, kl_ref; averages over
+    tokens and inner epochs; and skipped: "loss", "gradient" or None.
     """
     rows = range(len(batch)) if ref_model else (token_advantages != 0).any(1).nonzero()[:, 0].tolist()
-    sums = {"loss": 0.0, "grad_norm": 0.0, "clip_fraction": 0.0, "approx_kl": 0.0, **({"kl_ref": 0.0} if ref_model else {})}
+    sums = {"loss": 0.0, "grad_norm": 0.0, "clip_fraction": 0.0, "approx_kl": 0.0, **({"kl_ref": 0.0} if ref_model else {}), "skipped": None}
     if not rows:
         return sums
     batch, token_advantages, coefficients = batch.rows(list(rows)), token_advantages[rows], coefficients[rows]
@@ -142,15 +157,20 @@ def update(model, optimizer, batch: Batch, token_advantages: torch.Tensor, coeff
         while parts is None:
             optimizer.zero_grad(set_to_none=True)    # also drops what a pass that ran out of memory had gathered
             try:
-                parts = [backward(epoch, chunk) for chunk in chunks_by_budget(lengths, token_budget)]
-            except RuntimeError as error:
-                if not is_out_of_memory(error) or token_budget <= max(lengths):
+                parts = [backward(epoch, chunk) for chunk in chunks_by_budget(lengths, halving.allowed(token_budget))]
+            except (RuntimeError, MemoryError) as error:
+                rows_at_once = len(chunks_by_budget(lengths, halving.allowed(token_budget))[0])
+                if not halving.ran_out(error) or rows_at_once == 1:
                     raise
-                token_budget //= 2
+                token_budget = halving.halve(rows_at_once, max(lengths) * (rows_at_once // 2))
         for part in parts:
             for name, value in part.items():
                 sums[name] += value / inner_epochs
-        sums["grad_norm"] += torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).item() / inner_epochs
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).item()
+        sums["grad_norm"] += grad_norm / inner_epochs
+        if not (math.isfinite(sums["loss"]) and math.isfinite(grad_norm)):
+            sums["skipped"] = "gradient" if math.isfinite(sums["loss"]) else "loss"
+            break
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return sums

@@ -89,7 +89,8 @@ def _start() -> None:
         root = str(Path(__file__).resolve().parents[1])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         _child = subprocess.Popen([sys.executable, "-m", "oar.mathworker"], env={**os.environ, "PYTHONPATH": path},
-                                  stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0)
+                                  stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
+                                  start_new_session=True)     # a signal to the parent's group must not cost a verdict
 
 
 def _receive(seconds: float) -> dict:

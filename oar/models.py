@@ -9,11 +9,14 @@
 import inspect
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import transformers
+from safetensors import SafetensorError
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from oar import lab, lora
@@ -51,7 +54,7 @@ def autocast(device: torch.device, dtype: torch.dtype):
     return torch.autocast(device.type, dtype=dtype) if dtype == torch.bfloat16 else nullcontext()
 
 
-def load(name: str, device: torch.device, trust_remote_code: bool = False) -> Policy:
+def load(name: str, device: torch.device, trust_remote_code: bool = False, quiet: bool = False) -> Policy:
     """Load a policy in float32, in eval mode; `name` is "lab", a hub id, a local folder or a .gguf file.
 
     The folder of a LoRA adapter gives the model it belongs to with the adapter merged in.
@@ -62,10 +65,12 @@ def load(name: str, device: torch.device, trust_remote_code: bool = False) -> Po
         policy = load(base, device, trust_remote_code)
         return policy._replace(model=lora.merge(policy.model, source).eval())
     transformers.utils.logging.disable_progress_bar()
+    if quiet and options:
+        silence_gguf_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, trust_remote_code=trust_remote_code, **options)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         where = "cannot be loaded" if Path(source).is_dir() else "not on this disk, and the hub gave"
         raise UserError(f"--model {name}: {where}: {why}") from error
@@ -93,6 +98,12 @@ def locate(name: str) -> tuple[str, dict]:
     if name.count("/") > 1 or name.startswith((".", "/", "~")) or path.exists():
         raise UserError(f"--model {name}: no such folder, and not a hub id (owner/name)")
     return name, {}
+
+
+def silence_gguf_bar() -> None:
+    """Reading a .gguf file draws a bar of its own, which the switch above does not reach."""
+    from transformers import modeling_gguf_pytorch_utils as reader
+    reader.tqdm = partial(tqdm, disable=True)
 
 
 def prepare_tokenizer(tokenizer, model) -> None:

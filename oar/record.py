@@ -1,7 +1,10 @@
 """What a training step and a run leave behind: a line of metrics.jsonl, a few samples, the closing table."""
+import math
+from pathlib import Path
+
 import torch
 
-from oar import lab, metrics
+from oar import checkpoint, lab, metrics
 
 
 def lab_roles(policy, batch, owners) -> list[list[lab.TokenRole]]:
@@ -12,9 +15,10 @@ def lab_roles(policy, batch, owners) -> list[list[lab.TokenRole]]:
 
 def describe(batch, rewards, advantages, credit, roles, group_size: int) -> dict[str, float]:
     """The rollout's and the credit's metrics (README explains each)."""
-    mask, scored = batch.completion_mask, advantages != 0
+    mask, scored, kept = batch.completion_mask, advantages != 0, rewards.isfinite()
     reasoning = credit.reasoning_mask & scored[:, None]
-    numbers = {"reward": rewards.mean().item(), "informative_share": metrics.informative_share(advantages, group_size),
+    numbers = {"reward": metrics.masked_mean(rewards, kept), "dropped": int((~kept).sum()),
+              "informative_share": metrics.informative_share(advantages, group_size),
               "length": mask.sum(1).float().mean().item(), "truncated_share": 1 - batch.finished.float().mean().item(),
               "entropy": metrics.masked_mean(batch.entropy, mask),
               "ess_ratio": metrics.ess_ratio(credit.weights, reasoning), "top10_mass": metrics.top_mass(credit.token_advantages, mask)}
@@ -22,17 +26,36 @@ def describe(batch, rewards, advantages, credit, roles, group_size: int) -> dict
         for name, kinds in (("filler", ["filler"]), ("pivotal", ["operand", "result"])):
             rows = [[role.kind in kinds for role in row] + [False] * (mask.shape[1] - len(row)) for row in roles]
             numbers[f"entropy_{name}"] = metrics.masked_mean(batch.entropy, torch.tensor(rows, device=mask.device))
-    return {name: None if value != value else value for name, value in numbers.items()}      # NaN (nothing to average) -> null
+    return numbers
+
+
+def finite(numbers: dict) -> dict:
+    """The same record with NaN (nothing to average) and infinities as None: JSON has no word for them."""
+    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in numbers.items()}
+
+
+def skipped_in_a_row(file: Path) -> int:
+    """Steps at the end of the metrics that were skipped for a number that is not finite."""
+    records, count = checkpoint.read_records(file), 0
+    while count < len(records) and records[-1 - count].get("skipped"):
+        count += 1
+    return count
+
+
+def postfix(line: dict) -> str:
+    """What the bar shows of a step."""
+    return ", ".join(f"{name} {'-' if line[name] is None else format(line[name], form)}"
+                     for name, form in (("reward", ".2f"), ("length", ".0f"), ("entropy", ".2f")))
 
 
 def describe_samples(policy, batch, owners, rewards, advantages, credit, step: int) -> list[dict]:
     """The best and the worst completion of the step with their per-token weights."""
-    rows = sorted({int(rewards.argmax()), int(rewards.argmin())})
-    return [{"step": step, "id": owners[row].id, "problem": owners[row].problem, "gold": owners[row].answer, "text": batch.texts[row],
+    rows = sorted({int(rewards.nan_to_num(nan=-math.inf).argmax()), int(rewards.nan_to_num(nan=math.inf).argmin())})
+    return [finite({"step": step, "id": owners[row].id, "problem": owners[row].problem, "gold": owners[row].answer, "text": batch.texts[row],
              "reward": rewards[row].item(), "advantage": advantages[row].item(), "finished": bool(batch.finished[row]),
              "tokens": [policy.tokenizer.decode([token]) for token in batch.row_ids(row)],
              "weights": [round(w, 4) for w in credit.weights[row][batch.completion_mask[row]].tolist()],
-             "importance": [float(f"{s:.4g}") for s in credit.importance[row][batch.completion_mask[row]].tolist()]} for row in rows]
+             "importance": [float(f"{s:.4g}") for s in credit.importance[row][batch.completion_mask[row]].tolist()]}) for row in rows]
 
 
 def summarise(records: list[dict], say) -> None:
@@ -43,7 +66,13 @@ def summarise(records: list[dict], say) -> None:
     for name in ("greedy", "sampled"):
         if f"validation_{name}" in first and f"validation_{name}" in last:
             say(f"{name:<22}{first[f'validation_{name}']:>8.3f}{last[f'validation_{name}']:>8.3f}")
-    say(f"{'training reward':<22}{steps[0]['reward']:>8.3f}{steps[-1]['reward']:>8.3f}")
+    rewards = [r["reward"] for r in steps if r["reward"] is not None]
+    say(f"{'training reward':<22}{rewards[0]:>8.3f}{rewards[-1]:>8.3f}" if rewards else "no completion of this run had a reward")
+    for name, what in (("skipped", "steps skipped for a number that is not finite"), ("dropped", "completions without a reward, left out"),
+                       ("memory_halvings", "halvings of a budget, for lack of memory")):
+        count = sum(1 if isinstance(r.get(name), str) else r.get(name) or 0 for r in steps)
+        if count:
+            say(f"{count} {what}")
     total = {p: sum(r[f"seconds_{p}"] for r in steps) for p in ("rollout", "attribution", "update")}
     say("time per step          " + ", ".join(f"{p} {t / len(steps):.2f} s ({t / sum(total.values()):.0%})" for p, t in total.items()))
     say(f"peak memory            {max(r['memory_mb'] for r in steps):.0f} MiB")

@@ -11,7 +11,7 @@ No top-k, and top-p only for evaluation: in training the sampler and the loss mu
 """
 import torch
 
-from oar.batch import Batch, decode, eval_mode, pad, position_ids
+from oar.batch import Batch, decode, eval_mode, for_chunks, join, pad, position_ids
 from oar.cache import growing_cache
 from oar.models import Policy
 
@@ -118,3 +118,18 @@ def sample(policy: Policy, prompts: list[list[int]], group_size: int, max_new_to
     return Batch(ids.repeat_interleave(group_size, 0), prompt_mask.repeat_interleave(group_size, 0), tokens,
                  completion_mask, logprobs[:, :width] * completion_mask, entropy[:, :width] * completion_mask,
                  finished, texts)
+
+
+def sample_in_parts(policy: Policy, prompts: list[list[int]], group_size: int, max_new_tokens: int, uniforms: torch.Tensor,
+                    *settings, **more) -> Batch:
+    """`sample`, half the completions at a time when memory runs out: each has the numbers it would have had, and so its text."""
+    parts, order, rows_in_all = [], [], len(prompts) * group_size
+
+    def run(rows: list[int]) -> None:
+        whole = len(rows) == rows_in_all
+        some = prompts if whole else [prompts[row // group_size] for row in rows]
+        parts.append(sample(policy, some, group_size if whole else 1, max_new_tokens, uniforms[rows], *settings, **more))
+        order.extend(rows)
+
+    for_chunks([1] * rows_in_all, rows_in_all, run)
+    return parts[0] if len(parts) == 1 else join(parts, order, policy.tokenizer.pad_token_id)

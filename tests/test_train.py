@@ -119,7 +119,7 @@ def test_memory_budget_changes_nothing(tmp_path):
     for a, b in zip(one, two):
         assert a.keys() == b.keys()
         for name in a:
-            assert a[name] == pytest.approx(b[name], rel=2e-2, abs=1e-4), name
+            assert a[name] == (b[name] if b[name] is None else pytest.approx(b[name], rel=2e-2, abs=1e-4)), name
 
 
 def test_gradient_checkpointing_changes_nothing(tmp_path):
