@@ -5,7 +5,7 @@
     python -m benchmarks.vs_trl --model PATH.gguf --prompts 2 --group-size 4 --max-new-tokens 64 --steps 3    # SmolLM2-135M
 
 Same model, problems, group size, completion length, AdamW, learning rate, float32, whole batch in one pass, no reference
-model, no logging.  The two alternate, --rounds times; medians of steps are printed.  Writes benchmarks/results/vs_trl_NAME.json.
+model, no logging.  Lab completions end by themselves; a real model's all get --max-new-tokens tokens.  The two alternate, --rounds times; medians of steps are printed.  Writes benchmarks/results/vs_trl_NAME.json.
 """
 import argparse
 import copy
@@ -68,6 +68,7 @@ def trl(policy, examples: list[data.Example], args) -> dict[str, list[float]]:
                             max_completion_length=args.max_new_tokens, max_steps=args.steps, learning_rate=1e-4, lr_scheduler_type="constant",
                             weight_decay=0.0, beta=0.0, temperature=1.0, top_p=1.0, top_k=0, loss_type="grpo", shuffle_dataset=False,
                             activation_checkpointing=False, logging_strategy="no", save_strategy="no", report_to=[], disable_tqdm=True)
+        config.generation_kwargs = None if policy.is_lab else {"min_new_tokens": args.max_new_tokens}
         trainer = GRPOTrainer(copy.deepcopy(policy.model), reward, config, Dataset.from_list([{"prompt": e.problem, "answer": e.answer} for e in examples]),
                               processing_class=policy.tokenizer, callbacks=[Clock()])
         trainer.train()
@@ -88,6 +89,7 @@ def main() -> None:
     except ImportError:
         raise UserError("benchmarks.vs_trl needs TRL: pip install trl") from None
     policy = models.load(args.model, torch.device("cpu"))
+    policy = policy if policy.is_lab else policy._replace(eos_ids=())
     examples, runs = load_problems(policy, args.prompts * args.steps), {"TRL": [], "oar": []}
     for _ in tqdm(range(args.rounds)):
         for name, run in (("TRL", trl), ("oar", ours)):
