@@ -5,7 +5,8 @@
     python -m benchmarks.cost --grow                                   # growth with group size, length and width, 5 minutes
 
 Every repeat takes the methods in turn on the same problems, from the same policy (so all of them attribute the same
-completions), after one warm-up; medians are printed.  The lab is graded as in training, so completions of groups that are
+completions), after one warm-up; medians are printed, and the seconds that the step's matrix products alone would take at the
+speed of one large product.  The lab is graded as in training, so completions of groups that are
 all right or all wrong need no attribution.  A real model answers word problems, 2 x 4 completions of 64 tokens,
 and every completion is attributed.  Writes benchmarks/results/cost_lab.json, cost_real.json or cost_growth.json.
 """
@@ -15,6 +16,7 @@ import statistics
 from pathlib import Path
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -45,16 +47,19 @@ def step_of(policy, method: str, repeat: int) -> dict[str, float]:
 
 
 def cost(policy, methods: list[str], repeats: int) -> dict[str, dict[str, float]]:
-    """Medians by method: seconds, ratio to the first method, phases, peak memory in MiB."""
-    runs = {method: [] for method in methods}
-    for repeat in tqdm(range(repeats + 1)):                                          # repeat 0 is the warm-up
-        for method in methods[:1] if repeat == 0 and not policy.is_lab else methods:
+    """Medians by method: seconds, ratio to the first method, phases, peak memory in MiB; operations of the matrix products."""
+    runs, operations = {method: [] for method in methods}, {}
+    for method in tqdm(methods, desc="warm-up"):
+        with FlopCounterMode(display=False) as counter:
+            step_of(policy, method, 0)
+        operations[method] = counter.get_total_flops()
+    for repeat in tqdm(range(1, repeats + 1)):
+        for method in methods:
             line = step_of(policy, method, repeat)
-            if repeat:
-                runs[method].append(line | {"total": sum(line[phase] for phase in measure.PHASES)})
+            runs[method].append(line | {"total": sum(line[phase] for phase in measure.PHASES)})
     baseline = [line["total"] for line in runs[methods[0]]]
     return {method: {name: statistics.median(line[name] for line in lines) for name in ("total", *measure.PHASES, "peak", "tokens")}
-            | {"ratio": statistics.median(line["total"] / base for line, base in zip(lines, baseline))} for method, lines in runs.items()}
+            | {"operations": operations[method], "ratio": statistics.median(line["total"] / base for line, base in zip(lines, baseline))} for method, lines in runs.items()}
 
 
 def random_policy(tokenizer, width: int, vocabulary: int | None = None):
@@ -109,12 +114,13 @@ def main() -> None:
             print(f"| {size} {', '.join(map(str, GROWTH[size]))} | " + " | ".join(cells) + " |")
     else:
         table, name = cost(policy, args.methods, args.repeats), "lab" if policy.is_lab else "real"
-        print(f"| method | s per step | ratio to {args.methods[0]} | rollout | attribution | update | peak MiB |\n|---|---|---|---|---|---|---|")
-        for method, row in table.items():
-            print(f"| `{method}` | {row['total']:.2f} | {row['ratio']:.2f} | " + " | ".join(f"{row[p]:.2f}" for p in measure.PHASES)
-                  + f" | {row['peak']:.0f} |")
         first = table[args.methods[0]]
         limit = shares_of_limit(policy, first["tokens"] / first["rollout"])
+        print(f"| method | s per step | ratio to {args.methods[0]} | rollout | attribution | update | peak MiB | products alone, s |")
+        print("|---" * 8 + "|")
+        for method, row in table.items():
+            print(f"| `{method}` | {row['total']:.2f} | {row['ratio']:.2f} | " + " | ".join(f"{row[p]:.2f}" for p in measure.PHASES)
+                  + f" | {row['peak']:.0f} | {row['operations'] / limit['operations']:.2f} |")
         print(f"medians of {args.repeats} repeats; float32 matrix products reach {limit['operations'] / 1e9:.0f} G operations a second here, "
               f"a forward of 2048 tokens {limit['forward']:.0%} of that, the rollout {limit['rollout']:.0%}")
     print(measure.machine())
