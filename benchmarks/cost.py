@@ -16,7 +16,6 @@ import statistics
 from pathlib import Path
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -50,9 +49,9 @@ def cost(policy, methods: list[str], repeats: int) -> dict[str, dict[str, float]
     """Medians by method: seconds, ratio to the first method, phases, peak memory in MiB; operations of the matrix products."""
     runs, operations = {method: [] for method in methods}, {}
     for method in tqdm(methods, desc="warm-up"):
-        with FlopCounterMode(display=False) as counter:
+        with measure.Operations() as counted:
             step_of(policy, method, 0)
-        operations[method] = counter.get_total_flops()
+        operations[method] = counted.total
     for repeat in tqdm(range(1, repeats + 1)):
         for method in methods:
             line = step_of(policy, method, repeat)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from oar import grpo
 from oar.batch import random_stream
@@ -71,6 +73,17 @@ def matrix_limit(rows: int, inner: int, outer: int) -> float:
     """Float32 operations per second of a (rows, inner) x (inner, outer) product, best of 10: what a forward cannot beat."""
     x, weight = torch.randn(rows, inner), torch.randn(outer, inner)
     return 2 * rows * inner * outer / min(seconds_of(lambda: torch.nn.functional.linear(x, weight)) for _ in range(10))
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of matrix products and attention in a block of code, backward passes included."""
+    total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func._overloadpacket)
+        self.total += count(*args, **(kwargs or {}), out_val=out) if count else 0
+        return out
 
 
 class PeakMemory:

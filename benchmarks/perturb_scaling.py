@@ -29,12 +29,12 @@ from oar.checkpoint import write_atomically
 from oar.errors import exit_cleanly
 from oar.probe import Probe, divergence, outcome, probe_logits
 
-PROMPT, CONCLUSION = 32, 4
+PROMPT, CONCLUSION = 96, 4      # a GSM8K question with its instruction has about a hundred tokens
 VOCABULARY = 32768     # of the tiny model: a usual size
 
 
 def random_probe(vocabulary: int, length: int) -> Probe:
-    """prompt (32) + reasoning (`length`) + conclusion (4), the answer one token behind it."""
+    """prompt (96) + reasoning (`length`) + conclusion (4), the answer one token behind it."""
     ids = torch.randint(2, vocabulary, (1, PROMPT + length + CONCLUSION), generator=torch.Generator().manual_seed(length))
     return Probe("answer_mean", ids, torch.ones_like(ids).bool(), PROMPT, torch.arange(length + CONCLUSION)[None] < length,
                  torch.tensor([[ids.shape[1] - 1]]), torch.ones(1, 1).bool(), torch.tensor([[2]]))

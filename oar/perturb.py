@@ -19,7 +19,7 @@ from oar.cache import prefix_cache
 from oar.probe import LOGIT_FLOOR, Probe, divergence, forced_targets, outcome, probe_logits
 from oar.rollout import pick_tokens
 
-ENOUGH = 16     # disturbed sequences that keep a device busy
+ENOUGH = 8     # disturbed sequences that keep a device busy
 
 
 # --------------------------------------------------------------------------------------------------------------------
