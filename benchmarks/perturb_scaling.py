@@ -76,6 +76,7 @@ def main() -> None:
     device = torch.device("cpu")
     policy = models.load(args.model, device) if args.model else random_policy(models.load("lab", device).tokenizer, 128, VOCABULARY)
     model, budget, rows = policy.model, args.tokens_per_pass, []
+    path = RESULTS / f"perturb_scaling_{'real' if args.model else 'tiny'}.json"
     print("| reasoning tokens | serial s | plain s | ours s | plain / ours | serial MiB | plain MiB | ours MiB | plain / ours | largest difference |")
     print("|---" * 10 + "|")
     perturb.oar_p(model, random_probe(model.config.vocab_size, 16), torch.zeros(1, 20, dtype=torch.long), budget)     # warm-up
@@ -91,9 +92,10 @@ def main() -> None:
         tqdm.write(f"| {length} | {serial:.2f} | {slow:.2f} | {fast:.2f} | {slow / fast:.1f} | {serial_mib:.0f} | {slow_mib:.0f} | {fast_mib:.0f} | "
                    f"{slow_mib / fast_mib:.1f} | {difference:.0e} |")
         assert difference < 1e-5
+        known = json.loads(path.read_text())["rows"] if path.exists() else []        # lengths of earlier runs stay
+        rows = sorted([row for row in known if row["length"] != length] + rows[-1:], key=lambda row: row["length"])
+        write_atomically(path, json.dumps({"machine": measure.machine(), "rows": rows}, indent=1) + "\n")
     print(f"medians of {args.repeats}; {measure.machine()}")
-    name = "real" if args.model else "tiny"
-    write_atomically(RESULTS / f"perturb_scaling_{name}.json", json.dumps({"machine": measure.machine(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
