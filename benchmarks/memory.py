@@ -103,7 +103,7 @@ def compare(name: str) -> None:
         values = [row[part] for part in row if part not in ("peak", "measured")]
         print(f"| `{flags}` | " + " | ".join(f"{v:.2f}" for v in values)
               + f" | {row['peak']:.2f} | {row['measured']:.2f} | {row['peak'] / row['measured']:.2f} |", flush=True)
-    write_atomically(RESULT, json.dumps({"model": Path(name).name, "sizes": SIZES, "gib": rows}, indent=1) + "\n")
+        write_atomically(RESULT, json.dumps({"model": Path(name).name, "sizes": SIZES, "gib": rows}, indent=1) + "\n")
 
 
 # --------------------------------------------------------------------------------------------------------------------
