@@ -34,7 +34,7 @@ RESULT = Path(__file__).parent / "results" / "memory.json"
 SIZES = "--prompts-per-step 1 --group-size 8 --max-new-tokens 64 --tokens-per-pass 512"
 SETTINGS = ["--method grpo", "--method oar_g", "--method oar_p", "--method grpo --gradient-checkpointing",
             "--method oar_g --gradient-checkpointing --tokens-per-pass 256", "--method grpo --optimizer adafactor",
-            "--method oar_p --lora-rank 8", "--method grpo --dtype bfloat16"]
+            "--method grpo --lora-rank 8", "--method grpo --dtype bfloat16"]
 QWEN = dict(vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
             num_key_value_heads=2, tie_word_embeddings=True)
 RECIPES = ["", "--gradient-checkpointing", "--gradient-checkpointing --tokens-per-pass 2560",
