@@ -18,7 +18,7 @@ import os
 import shlex
 import subprocess
 import sys
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -34,7 +34,7 @@ RESULT = Path(__file__).parent / "results" / "memory.json"
 SIZES = "--prompts-per-step 1 --group-size 8 --max-new-tokens 64 --tokens-per-pass 512"
 SETTINGS = ["--method grpo", "--method oar_g", "--method oar_p", "--method grpo --gradient-checkpointing",
             "--method oar_g --gradient-checkpointing --tokens-per-pass 256", "--method grpo --optimizer adafactor",
-            "--method oar_p --lora-rank 8", "--method grpo --dtype bfloat16"]
+            "--method grpo --lora-rank 8", "--method grpo --dtype bfloat16"]
 QWEN = dict(vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
             num_key_value_heads=2, tie_word_embeddings=True)
 RECIPES = ["", "--gradient-checkpointing", "--gradient-checkpointing --tokens-per-pass 2560",
@@ -103,29 +103,43 @@ def compare(name: str) -> None:
         values = [row[part] for part in row if part not in ("peak", "measured")]
         print(f"| `{flags}` | " + " | ".join(f"{v:.2f}" for v in values)
               + f" | {row['peak']:.2f} | {row['measured']:.2f} | {row['peak'] / row['measured']:.2f} |", flush=True)
-    write_atomically(RESULT, json.dumps({"model": Path(name).name, "sizes": SIZES, "gib": rows}, indent=1) + "\n")
+        write_atomically(RESULT, json.dumps({"model": Path(name).name, "sizes": SIZES, "gib": rows}, indent=1) + "\n")
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # a model that is not here
 
+def build(shape: dict, rank: int):
+    model = AutoModelForCausalLM.from_config(Qwen2Config(**shape))
+    if rank:
+        lora.attach(model, rank, "Qwen2.5-Math-1.5B", 0)
+    return model
+
+
+@lru_cache
+def few_layers(layers: int, rank: int):
+    return build({**QWEN, "num_hidden_layers": layers, "vocab_size": 256}, rank).eval()
+
+
+def extrapolate(model, cast, float32: bool = False, rank: int = 0) -> tuple[float, float]:
+    """`memory.saved_bytes` of a model that is not here, from one and two of its layers."""
+    one, two = (memory.saved_bytes(few_layers(layers, rank), cast, float32) for layers in (1, 2))
+    return tuple(a + (QWEN["num_hidden_layers"] - 1) * (b - a) for a, b in zip(one, two))
+
+
 def table() -> None:
     """Peak by the plan of Qwen2.5-Math-1.5B, and the cards of which it leaves a tenth free."""
     cast = partial(models.autocast, torch.device("cpu"), torch.bfloat16)
-    shapes = {}
-    for rank in (0, 16):                             # weights are never read: pages that nobody has written take no memory
-        with torch.device("meta"):
-            shapes[rank] = AutoModelForCausalLM.from_config(Qwen2Config(**QWEN))
-        shapes[rank].to_empty(device="cpu").tie_weights()
-        if rank:
-            lora.attach(shapes[rank], rank, "Qwen2.5-Math-1.5B", 0)
+    with torch.device("meta"):                       # the shape without its weights
+        whole = {rank: build(QWEN, rank) for rank in (0, 16)}
     methods = ("grpo", "oar_g", "oar_p")
     print(f"| flags | {' | '.join(f'`{m}`' for m in methods)} |\n|---|" + "---|" * len(methods))
     for flags in RECIPES:
         cells = []
         for method in methods:
             config = config_of(f"--method {method} {flags}")
-            peak = memory.plan(shapes[config.lora_rank], config, PROMPT, cast, 2)["peak"] / memory.GIB
+            count = partial(extrapolate, rank=config.lora_rank)
+            peak = memory.plan(whole[config.lora_rank], config, PROMPT, cast, 2, count)["peak"] / memory.GIB
             cards = [f"{card}" for card in CARDS if peak < 0.9 * card * 1e9 / memory.GIB]
             cells.append(f"{peak:.0f} GiB: {', '.join(cards) or 'none'}")
         print(f"| `{flags or '(defaults)'}` | " + " | ".join(cells) + " |", flush=True)

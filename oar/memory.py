@@ -72,8 +72,11 @@ def cache_bytes(model, bytes_per_pair: int) -> int:
     return config.num_hidden_layers * heads * width * bytes_per_pair
 
 
-def plan(model, config, prompt_tokens: int, cast, compute_bytes: int) -> dict[str, float]:
-    """Bytes by purpose, and "peak"; `config` as in train.py, `compute_bytes` 2 under bfloat16 autocast and else 4."""
+def plan(model, config, prompt_tokens: int, cast, compute_bytes: int, count=saved_bytes) -> dict[str, float]:
+    """Bytes by purpose, and "peak"; `config` as in train.py, `compute_bytes` 2 under bfloat16 autocast and else 4.
+
+    `count` stands in for `saved_bytes` where the model is a shape without weights.
+    """
     text = model.config.get_text_config()
     weights = sum(p.numel() * p.element_size() for p in model.parameters()) * (2 if config.kl_beta else 1)
     gradients = sum(4 * p.numel() for p in model.parameters() if p.requires_grad)
@@ -81,7 +84,7 @@ def plan(model, config, prompt_tokens: int, cast, compute_bytes: int) -> dict[st
     length = prompt_tokens + config.max_new_tokens
     completions = config.prompts_per_step * config.group_size
     rows = min(completions, max(1, config.tokens_per_pass // length))                # completions of one pass
-    graph, once = saved_bytes(model, cast)
+    graph, once = count(model, cast)
     pair = 8 if compute_bytes == 4 else 6            # under autocast rotary embeddings leave the keys in float32
     cache = cache_bytes(model, pair)
 
@@ -92,6 +95,9 @@ def plan(model, config, prompt_tokens: int, cast, compute_bytes: int) -> dict[st
         activations += rows * length * (text.num_hidden_layers * text.hidden_size * 4 + graph / text.num_hidden_layers)
     tokens = rows * config.max_new_tokens            # (N, V): logits and their gradient; three float32 chunks in its formula
     logits = 2 * tokens * text.vocab_size * compute_bytes + 3 * min(tokens, LOGIT_ROWS) * text.vocab_size * 4
+    logits += 2 * text.vocab_size * text.hidden_size if compute_bytes == 2 else 0    # the head's cast
+    if config.method == "oar_g":
+        graph, once = count(model, None, float32=True)
     attribution = attribution_bytes(model, config, rows, length, graph, once, cache)
     # a later pass makes the gradient of every weight anew and adds it; with one pass the graph goes while gradients come
     newest = max((4 * p.numel() for p in model.parameters() if p.requires_grad), default=0)
@@ -104,8 +110,6 @@ def plan(model, config, prompt_tokens: int, cast, compute_bytes: int) -> dict[st
 def attribution_bytes(model, config, rows: int, length: int, graph: float, once: float, cache: int) -> float:
     """What attribution needs beyond weights and optimiser state."""
     answer = 6 * 4 * rows * ANSWER_TOKENS * model.config.get_text_config().vocab_size
-    if config.method == "oar_g":
-        graph, once = saved_bytes(model, None, float32=True)
     if config.method in GRAPH_METHODS:
         return once + rows * length * graph + answer
     if config.method in CACHE_METHODS:               # clean cache, its copy behind the disturbed tokens, one layer growing
