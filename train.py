@@ -208,7 +208,7 @@ def train(config: Config, session: Session, run: Path, stopping) -> None:
         if line["skipped"]:
             bar.write(f"step {step}: its {line['skipped']} is not finite; the step changed nothing and is skipped")
         if give_up:
-            raise UserError(f"the {line['skipped']} was not finite in {skips} steps in a row; the state before them is saved in {run}")
+            raise UserError(f"the {line['skipped']} was not finite in {skips} steps in a row (--max-skipped); the state before them is saved in {run}")
         if stop and not last_step:
             bar.close()
             interrupt.leave(stop, step, config.steps, run)
@@ -217,7 +217,8 @@ def train(config: Config, session: Session, run: Path, stopping) -> None:
     bar.close()
 
     records = checkpoint.read_records(run / "metrics.jsonl")
-    plots.training_curves(records, f"{config.method} on {config.model}, seed {config.seed}", run / "curves.png")
+    with checkpoint.writing(run / "curves.png"):
+        plots.training_curves(records, f"{config.method} on {config.model}, seed {config.seed}", run / "curves.png")
     record.summarise(records, say)
     say(f"run folder  {run}   (curves.png, metrics.jsonl, samples.jsonl, checkpoints/)\n"
         f"try next    python evaluate.py --model {run} --data {config.data}")

@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -62,6 +63,20 @@ def finish(run: Path) -> bool:
     return process.returncode == 0
 
 
+def used(process: subprocess.Popen) -> float:
+    """Processor seconds of a running process (Linux): moments that depend neither on the machine nor on its load."""
+    try:
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except OSError:
+        return 0.0
+
+
+def used_by_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def kill_when(process: subprocess.Popen, moment) -> bool:
     """SIGKILL the process as soon as `moment()` is true; False when it ended before."""
     while process.poll() is None:
@@ -69,7 +84,7 @@ def kill_when(process: subprocess.Popen, moment) -> bool:
             process.kill()
             process.communicate()
             return process.returncode == -signal.SIGKILL
-        time.sleep(0.0005)
+        time.sleep(0.001)
     process.communicate()
     return False
 
@@ -99,16 +114,16 @@ def same(run: Path, reference: Path) -> bool:
 # training
 
 def kills(base: Path, reference: Path, tries: int, longest: float, rng: random.Random) -> list[bool]:
-    """`tries` SIGKILLs, each up to `longest` seconds after the start; 0: in the middle of a checkpoint write."""
+    """`tries` SIGKILLs, each within the first `longest` processor seconds; 0: in the middle of a checkpoint write."""
     results, run, hits = [], base / "run-0", 0
     while len(results) < tries:
-        process, started = training(run), time.monotonic()
+        process = training(run)
         if not longest:
             passed, delay = rng.randrange(1, 4), rng.uniform(0, 0.03)
             hit = kill_when(process, lambda seen=set(): _write_begun(run, seen, passed) and not time.sleep(delay))
             hit = hit and any((run / "checkpoints").glob("writing_*"))
         else:
-            hit = kill_when(process, lambda until=started + rng.uniform(0, longest): time.monotonic() > until)
+            hit = kill_when(process, lambda until=rng.uniform(0, longest): used(process) > until)
         hits += hit
         results += [None] * hit                      # judged when its folder is finished
         if process.returncode == 0 or len(results) == tries:
@@ -204,13 +219,13 @@ def full_disk(base: Path, reference: Path) -> list[bool] | None:
 
 def kills_of_commands(base: Path, command: list, output: str, tries: int, rng: random.Random) -> list[bool]:
     """SIGKILLs of evaluate.py at random moments; the same command takes it up and must end with the same files."""
-    first = time.monotonic()
+    before = used_by_children()
     if start("evaluate.py", *command, "--out", base / "whole").wait():
         return [False] * tries
-    longest, results, out = time.monotonic() - first, [], base / "cut"
+    longest, results, out = used_by_children() - before, [], base / "cut"
     while len(results) < tries:
-        process, until = start("evaluate.py", *command, "--out", out), time.monotonic() + rng.uniform(0.2, 1) * longest
-        if kill_when(process, lambda: time.monotonic() > until):
+        process, until = start("evaluate.py", *command, "--out", out), rng.uniform(0.2, 1) * longest
+        if kill_when(process, lambda: used(process) > until):
             results.append(None)
         else:
             results, out = _judge(results, base, out, output), base / f"cut-{len(results)}-{random.random()}"
@@ -244,10 +259,10 @@ def tests(files: str) -> list[bool]:
 def rows(base: Path, count: int, with_tests: bool):
     """(fault, results) one after the other."""
     rng = random.Random(0)
-    reference, began = base / "reference", time.monotonic()
+    reference, before = base / "reference", used_by_children()
     if not finish(reference):
         sys.exit("the undisturbed run failed")
-    longest = time.monotonic() - began
+    longest = used_by_children() - before
 
     def place(name: str) -> Path:
         (base / name).mkdir()

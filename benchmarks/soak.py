@@ -2,7 +2,7 @@
 
     python -m benchmarks.faults --soak             # writes its row into benchmarks/results/faults.json
 
-2,000 lab steps of 1 x 4 completions of 2-instruction programs, attribution, checkpoints and validation included.
+2,000 lab steps of 1 x 4 completions, attribution, checkpoints and validation included.
 """
 import os
 import subprocess
@@ -15,7 +15,7 @@ from oar.checkpoint import read_records
 
 ROOT = Path(__file__).parents[1]
 STEPS, WARM_UP = 2000, 200
-SETTING = (f"--steps {STEPS} --prompts-per-step 1 --group-size 4 --instructions 2 --max-new-tokens 44 --validation-size 16 --eval-every 200 "
+SETTING = (f"--steps {STEPS} --prompts-per-step 1 --group-size 4 --max-new-tokens 72 --validation-size 16 --eval-every 200 "
            "--save-every 100 --device cpu --quiet").split()
 
 
@@ -35,7 +35,7 @@ def run() -> dict:
     """Run it; prints and returns the figures, `flat` being the verdict."""
     with tempfile.TemporaryDirectory() as folder:
         out, seen, began = Path(folder) / "run", [], time.monotonic()
-        process = subprocess.Popen([sys.executable, "train.py", *SETTING, "--out", str(out)], cwd=ROOT)
+        process = subprocess.Popen([sys.executable, "train.py", *SETTING, "--out", str(out)], cwd=ROOT, stdout=subprocess.DEVNULL)
         while process.poll() is None:
             time.sleep(1)
             try:

@@ -164,8 +164,11 @@ def _identity(path: Path) -> tuple[int, int, int]:
 @lru_cache(maxsize=256)
 def _sha256(path: Path, *identity: int) -> str:
     """Hash of a file, computed once for as long as its `identity` stays."""
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while part := file.read(2 ** 20):
+            digest.update(part)
+    return digest.hexdigest()
 
 
 def _checkpoints(run: Path) -> list[Path]:
