@@ -1,9 +1,10 @@
 """The paper's claims that the lab can test, and the rule that decides each.
 
-A claim names a number with its 95 % interval and says on which side of `bound` it should lie.  It *holds* when the whole
-interval lies there, *does not hold* when the whole interval lies on the other side, and is *undecided* otherwise, or
-*not measured* while its runs are missing (or too few seeds are done for an interval).  A claim about absence ("random
-credit brings nothing") cannot be shown by an interval around 0; it holds when the effect is below NOTHING.
+A claim consists of parts.  A part names a number with its 95 % interval and says on which side of `bound` it should lie: it
+*holds* when the whole interval lies there, *does not hold* when the whole interval lies on the other side, is *undecided*
+otherwise, and *not measured* while its runs are missing (or too few seeds are done for an interval).  A claim holds when all
+its parts do, and does not hold when one of them does not.  Absence ("random credit brings nothing") cannot be shown by an
+interval around 0: it holds when the effect is below NOTHING.
 """
 import numpy as np
 
@@ -23,71 +24,73 @@ def interval(values) -> list[float]:
     return [mean, round(float(low), 5), round(float(high), 5)]
 
 
-def training(claim, a, b, number="mean_reward", side=">", setting="main", bound=0.0):
+def training(a: str, b: str = "grpo", number: str = "mean_reward", side: str = ">", setting: str = "main", bound: float = 0.0) -> dict:
     """The paired difference a - b of a number of the runs lies on `side` of `bound`."""
-    return {"claim": claim, "source": "training", "setting": setting, "rows": [a, b], "number": number, "side": side, "bound": bound}
+    return {"source": "training", "setting": setting, "rows": [a, b], "number": number, "side": side, "bound": bound}
 
 
-def gradient(claim, row, number, side, bound, policy="start"):
+def gradient(row: str, number: str, side: str, bound: float, policy: str = "start") -> dict:
     """A number of benchmarks/variance.py lies on `side` of `bound`."""
-    return {"claim": claim, "source": "variance", "policy": policy, "rows": [row], "number": number, "side": side, "bound": bound}
+    return {"source": "variance", "policy": policy, "rows": [row], "number": number, "side": side, "bound": bound}
 
 
-CLAIMS = [
-    gradient("Uniform credit carries nuisance variance: more than 5 % of GRPO's gradient variance is at fillers", "grpo", "filler_share", ">", 0.05),
-    gradient("Variance at a nuisance position goes to zero with its weight: at w = 0.1 under 2 % is left", "filler w=0.1, kept", "filler_ratio", "<", 0.02),
-    gradient("... and the total variance falls, other weights kept", "filler w=0.1, kept", "variance_ratio", "<", 1.0),
-    gradient("... and when the weights still sum to n", "filler w=0.1, renormalised", "variance_ratio", "<", 1.0),
-    gradient("... or the variance per squared signal", "filler w=0.1, renormalised", "noise_ratio", "<", 1.0),
-    *[gradient(f"{name} lowers the variance at nuisance positions", row, "filler_ratio", "<", 1.0) for name, row in (("OAR-P", "oar_p"), ("OAR-G", "oar_g"))],
-    *[gradient(f"{name} lowers the total gradient variance", row, "variance_ratio", "<", 1.0) for name, row in (("OAR-P", "oar_p"), ("OAR-G", "oar_g"))],
-    *[gradient(f"{name} brings a step's gradient closer to GRPO's large-batch gradient", row, "cosine_grpo_gain", ">", 0.0)
-      for name, row in (("OAR-P", "oar_p"), ("OAR-G", "oar_g"))],
-    gradient("Entropy weighting misallocates: it raises the variance at nuisance positions", "entropy", "filler_ratio", ">", 1.0),
-    training("... and learns worse than uniform credit", "entropy", "grpo", side="<"),
-    training("Pivotal credit can help at all: the known roles beat GRPO", "roles", "grpo"),
-    *[training(f"OAR-P learns faster than {name}", "oar_p", b) for name, b in (
-        ("GRPO", "grpo"), ("random credit", "random"), ("entropy", "entropy"), ("the entropy bonus", "entropy_bonus"), ("KTAE", "ktae"), ("OAR-G", "oar_g"))],
-    *[training(f"OAR-G learns faster than {name}", "oar_g", b) for name, b in (
-        ("GRPO", "grpo"), ("random credit", "random"), ("entropy", "entropy"), ("the entropy bonus", "entropy_bonus"), ("KTAE", "ktae"))],
-    training("OAR-P ends with higher sampled accuracy than GRPO", "oar_p", "grpo", "sampled"),
-    training("OAR-G ends with higher sampled accuracy than GRPO", "oar_g", "grpo", "sampled"),
-    training("OAR-P needs fewer steps to a fixed reward than GRPO", "oar_p", "grpo", "steps_to_target", "<"),
-    training("OAR-P is steadier than GRPO: a smaller worst fall of the reward", "oar_p", "grpo", "drawdown", "<"),
-    training("OAR-P keeps more entropy than GRPO", "oar_p", "grpo", "entropy_end"),
-    training("OAR-G keeps more entropy than GRPO", "oar_g", "grpo", "entropy_end"),
-    training(f"Random credit brings nothing (less than {NOTHING} of mean reward)", "random", "grpo", side="<", bound=NOTHING),
-    training("OAR-P upside down hurts", "inverted", "grpo", side="<"),
-    {"claim": "Additive shaping changes the update scale with length: the entropy bonus adds more mass per completion at 8 instructions than at 4",
-     "source": "lengths", "rows": ["entropy_bonus"], "number": "mass_growth", "side": ">", "bound": 0.0},
-    {"claim": "... also per token, which is what the loss sees when it averages over a completion's tokens",
-     "source": "lengths", "rows": ["entropy_bonus"], "number": "per_token_growth", "side": ">", "bound": 0.0},
-    training("Larger thresholds give sparser credit: ESS at 0.9 below 0.1 (oar_tg)", "oar_tg threshold=0.9", "oar_tg threshold=0.1", "ess_ratio", "<"),
-    training("... and more mass on the top 10 % (oar_tg)", "oar_tg threshold=0.9", "oar_tg threshold=0.1", "top10_mass", ">"),
-    *[training(f"Gate ({method}): both beats boost only, not renormalised", method, f"{method} gate=boost_only, renormalise=False") for method in ("oar_g", "oar_tg")],
-    *[training(f"Gate ({method}): boost only, not renormalised, collapses more often", f"{method} gate=boost_only, renormalise=False", method, "collapsed") for method in ("oar_g", "oar_tg")],
-    *[training(f"Gate ({method}): suppress only is slower than both", f"{method} gate=suppress_only", method, side="<") for method in ("oar_g", "oar_tg", "oar_p")],
-    *[training(f"Gate ({method}): boost only is worse than both", f"{method} gate=boost_only", method, side="<") for method in ("oar_g", "oar_tg", "oar_p")],
-    *[training(f"Probe ({method}): answer_mean beats last", method, f"{method} probe=last") for method in ("oar_p", "oar_g")],
-    *[training(f"Probe ({method}): last beats answer_joint", f"{method} probe=last", f"{method} probe=answer_joint") for method in ("oar_p", "oar_g")],
-    *[training(f"{name}: OAR-P learns faster than GRPO", "oar_p", "grpo", setting=setting) for name, setting in (
-        ("A quarter of the parameters", "small"), ("6 instructions", "long6"), ("8 instructions", "long8"), ("Mostly filler, groups of 2", "nuisance"))],
-]
+def length(row: str, number: str) -> dict:
+    """A number of benchmarks/length_scale.py is above 0."""
+    return {"source": "length_scale", "rows": [row], "number": number, "side": ">", "bound": 0.0}
 
 
-def find(claim: dict, summary: dict, variance: dict | None, lengths: dict | None) -> tuple[list | None, str]:
-    """([value, low, high], what it rests on) of a claim; (None, "") while it is not measured."""
-    if claim["source"] == "training":
-        rows = summary["settings"].get(claim["setting"], {}).get("rows", {})
-        a, b = (rows.get(name, {"seeds": []}) for name in claim["rows"])
-        value = interval([number_of(a, claim["number"], s) - number_of(b, claim["number"], s) for s in a["seeds"] if s in b["seeds"]])
-        common = len(set(a["seeds"]) & set(b["seeds"]))
-        return (value, f"{common} seeds") if value[1] is not None else (None, "")
-    if claim["source"] == "lengths":
-        value = (lengths or {}).get(claim["number"], {}).get(claim["rows"][0])
+PAPER, BASELINES, GATED = ("oar_p", "oar_g"), ("random", "entropy", "entropy_bonus", "ktae"), ("oar_p", "oar_g", "oar_tg")
+CLAIMS = {
+    "Uniform credit carries nuisance variance: over 5 % of GRPO's gradient variance sits at fillers": [gradient("grpo", "filler_share", ">", 0.05)],
+    "Variance at a nuisance position goes to zero with its weight (A.1.4): under 2 % is left at w = 0.1":
+        [gradient("filler w=0.1, kept", "filler_ratio", "<", 0.02)],
+    "... then the total gradient variance falls, other weights kept": [gradient("filler w=0.1, kept", "variance_ratio", "<", 1.0)],
+    "... and when the weights sum to n": [gradient("filler w=0.1, renormalised", "variance_ratio", "<", 1.0)],
+    "... and a step agrees better with the large-batch gradient": [gradient("filler w=0.1, renormalised", "cosine_grpo_gain", ">", 0.0)],
+    "OAR lowers the variance at nuisance positions": [gradient(m, "filler_ratio", "<", 1.0) for m in PAPER],
+    "OAR lowers the total gradient variance": [gradient(m, "variance_ratio", "<", 1.0) for m in PAPER],
+    "OAR brings a step closer to the large-batch gradient": [gradient(m, "cosine_grpo_gain", ">", 0.0) for m in PAPER],
+    "Entropy weighting misallocates: more variance at fillers, slower learning": [gradient("entropy", "filler_ratio", ">", 1.0), training("entropy", side="<")],
+    "Credit on the pivotal tokens helps at all (the known roles against GRPO)": [training("roles"), training("roles", number="sampled")],
+    "OAR-P learns faster than GRPO": [training("oar_p")],
+    "OAR-G learns faster than GRPO": [training("oar_g")],
+    "OAR-P learns faster than the other credit": [training("oar_p", b) for b in BASELINES],
+    "OAR-G learns faster than the other credit": [training("oar_g", b) for b in BASELINES],
+    "OAR-P learns at least as fast as OAR-G": [training("oar_p", "oar_g", bound=-NOTHING)],
+    "OAR ends with higher sampled accuracy than GRPO": [training(m, number="sampled") for m in PAPER],
+    "OAR needs fewer steps to a fixed reward": [training(m, number="steps_to_target", side="<") for m in PAPER],
+    "OAR is steadier: a smaller worst fall of the reward": [training(m, number="drawdown", side="<") for m in PAPER],
+    "OAR avoids entropy collapse: more entropy left than under GRPO": [training(m, number="entropy_end") for m in PAPER],
+    f"Random credit brings nothing (less than {NOTHING} of mean reward)": [training("random", side="<", bound=NOTHING)],
+    "OAR-P's scores carry signal: upside down they hurt": [training("inverted", side="<")],
+    "Additive shaping changes the update scale with length (A.1.2): the mass added per completion grows": [length("entropy_bonus", "mass_growth")],
+    "... also per token, as a loss averaged over the completion sees it": [length("entropy_bonus", "per_token_growth")],
+    "Larger thresholds give sparser credit (0.9 against 0.1)": [training("oar_tg threshold=0.9", "oar_tg threshold=0.1", "ess_ratio", "<"),
+                                                               training("oar_tg threshold=0.9", "oar_tg threshold=0.1", "top10_mass")],
+    "Boost only is worse than the balanced gate": [training(f"{m} gate=boost_only", m, side="<") for m in GATED],
+    "Boost only without renormalising collapses more often": [training(f"{m} gate=boost_only, renormalise=False", m, "collapsed") for m in GATED[1:]],
+    "Suppress only is slower than the balanced gate": [training(f"{m} gate=suppress_only", m, side="<") for m in GATED],
+    "Probes: answer_mean beats last": [training(m, f"{m} probe=last") for m in PAPER],
+    "Probes: last beats answer_joint": [training(f"{m} probe=last", f"{m} probe=answer_joint") for m in PAPER],
+    "OAR's gain over GRPO holds at a quarter of the parameters": [training(m, setting="small") for m in PAPER],
+    "... on longer chains (6 and 8 instructions)": [training(m, setting=s) for s in ("long6", "long8") for m in PAPER],
+    "... and where uniform credit should hurt most (mostly filler, groups of 2)": [training(m, setting="nuisance") for m in PAPER],
+}
+
+
+def find(part: dict, summary: dict, variance: dict | None, lengths: dict | None) -> tuple[list | None, str]:
+    """([value, low, high], what it rests on) of a part; (None, "") while it is not measured."""
+    if part["source"] == "training":
+        rows = summary["settings"].get(part["setting"], {}).get("rows", {})
+        a, b = (rows.get(name, {"seeds": []}) for name in part["rows"])
+        seeds = [s for s in a["seeds"] if s in b["seeds"]]
+        value = interval([number_of(a, part["number"], s) - number_of(b, part["number"], s) for s in seeds])
+        return (value, f"{len(seeds)} seeds") if value[1] is not None else (None, "")
+    if part["source"] == "length_scale":
+        value = (lengths or {}).get(part["number"], {}).get(part["rows"][0])
         return (value, f"{lengths['completions']} completions each") if value else (None, "")
-    row = (variance or {"policies": {}})["policies"].get(claim["policy"], {}).get(claim["rows"][0])
-    return (row[claim["number"]], f"{variance['steps']} steps") if row else (None, "")
+    row = (variance or {"policies": {}})["policies"].get(part["policy"], {}).get(part["rows"][0])
+    return (row[part["number"]], f"{variance['steps']} steps") if row else (None, "")
 
 
 def number_of(row: dict, name: str, seed: int) -> float:
@@ -105,31 +108,44 @@ def decide(value: list | None, side: str, bound: float) -> str:
     return "undecided"
 
 
+def together(verdicts: list[str]) -> str:
+    """The verdict on a claim from those on its parts."""
+    for verdict in ("does not hold", "not measured", "undecided"):
+        if verdict in verdicts:
+            return verdict
+    return "holds"
+
+
 def judge_all(summary: dict, variance: dict | None, lengths: dict | None) -> list[dict]:
-    """Every claim with its figure, what that rests on, and the verdict."""
+    """Every claim with its parts' figures, what they rest on, and the verdicts."""
     judged = []
-    for claim in CLAIMS:
-        value, basis = find(claim, summary, variance, lengths)
-        judged.append({**claim, "value": value, "basis": basis, "verdict": decide(value, claim["side"], claim["bound"])})
+    for claim, parts in CLAIMS.items():
+        measured = []
+        for part in parts:
+            value, basis = find(part, summary, variance, lengths)
+            measured.append({**part, "value": value, "basis": basis, "verdict": decide(value, part["side"], part["bound"])})
+        judged.append({"claim": claim, "parts": measured, "verdict": together([p["verdict"] for p in measured])})
     return judged
 
 
-def figure(claim: dict) -> str:
-    """The number and its interval, as the table shows it."""
-    if claim["value"] is None:
-        return ""
-    digits = 1 if claim["number"] == "steps_to_target" else 3
-    sign = "+" if claim["source"] == "training" or claim["number"].endswith("gain") else ""
-    mean, low, high = claim["value"]
-    return f"{mean:{sign}.{digits}f} [{low:{sign}.{digits}f}, {high:{sign}.{digits}f}]"
+def figure(part: dict) -> str:
+    """A part's number and its interval, as the table shows it."""
+    where = f"{part['setting']}, " if part.get("setting", "main") != "main" else ""
+    name = f"{where}{part['number'].replace('_', ' ')}, {' - '.join(f'`{r}`' for r in part['rows'])}"
+    if part["value"] is None:
+        return name
+    digits = 1 if part["number"] == "steps_to_target" else 3
+    sign = "+" if part["source"] == "training" or part["number"].endswith(("gain", "growth")) else ""
+    mean, low, high = part["value"]
+    return f"{name}: {mean:{sign}.{digits}f} [{low:{sign}.{digits}f}, {high:{sign}.{digits}f}]"
 
 
 def table(judged: list[dict]) -> str:
-    """The README's table."""
-    lines = ["| claim | number | figure, 95 % interval | from | verdict |", "|---|---|---|---|---|"]
+    """The README's table: one line per claim, its parts below each other."""
+    lines = ["| claim | figure, 95 % interval | from | verdict |", "|---|---|---|---|"]
     for claim in judged:
-        what = claim["number"].replace("_", " ") + (f", {' - '.join(f'`{r}`' for r in claim['rows'])}" if claim["source"] == "training" else f", `{claim['rows'][0]}`")
-        lines.append(f"| {claim['claim']} | {what} | {figure(claim)} | {claim['basis']} | {claim['verdict']} |")
+        bases = list(dict.fromkeys(p["basis"] for p in claim["parts"] if p["basis"]))
+        lines.append(f"| {claim['claim']} | {'<br>'.join(map(figure, claim['parts']))} | {', '.join(bases)} | {claim['verdict']} |")
     return "\n".join(lines)
 
 

@@ -178,6 +178,11 @@ def test_verdicts(value, side, bound, verdict):
     assert study_claims.decide(value, side, bound) == verdict
 
 
+def test_a_claim_is_as_good_as_its_weakest_part():
+    assert study_claims.together(["holds", "holds"]) == "holds" and study_claims.together(["holds", "undecided"]) == "undecided"
+    assert study_claims.together(["undecided", "not measured"]) == "not measured" and study_claims.together(["holds", "does not hold"]) == "does not hold"
+
+
 def test_report_from_partial_results(tmp_path, monkeypatch, capsys):
     rng = np.random.default_rng(0)
     for variant, gain, seeds in (("grpo", 0, 6), ("oar_p", 0.1, 5), ("roles", 0.2, 2), ("oar_tg", 0.1, 4), ("oar_tg threshold=0.9", -0.1, 4)):
@@ -187,7 +192,7 @@ def test_report_from_partial_results(tmp_path, monkeypatch, capsys):
             path.parent.mkdir(exist_ok=True)
             path.write_text(json.dumps(record))
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{study_claims.START}\nold\n{study_claims.END}\nafter\n")
+    readme.write_text(f"before\n{study_claims.START}\nstale\n{study_claims.END}\nafter\n")
     for name, value in (("RESULT", tmp_path / "study.json"), ("VARIANCE", tmp_path / "none.json"), ("LENGTHS", tmp_path / "none.json"), ("README", readme), ("DOCS", tmp_path)):
         monkeypatch.setattr(study_report, name, value)
     study_report.main(tmp_path)
@@ -196,9 +201,9 @@ def test_report_from_partial_results(tmp_path, monkeypatch, capsys):
     assert summary["runs"] == 21 and rows["oar_p"]["to_grpo"]["seeds"] == 5 and rows["oar_p"]["to_grpo"]["mean_reward"][0] == pytest.approx(0.1, abs=0.002)
     assert rows["oar_tg threshold=0.9"]["to_own"]["mean_reward"][0] == pytest.approx(-0.2, abs=0.002)
     verdicts = {c["claim"]: c["verdict"] for c in summary["claims"]}
-    assert verdicts["OAR-P learns faster than GRPO"] == "holds" and verdicts["Pivotal credit can help at all: the known roles beat GRPO"] == "not measured"
+    assert verdicts["OAR-P learns faster than GRPO"] == "holds" and verdicts["Credit on the pivotal tokens helps at all (the known roles against GRPO)"] == "not measured"
     text = readme.read_text()
-    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text and study_claims.table(summary["claims"]) in text
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "stale" not in text and study_claims.table(summary["claims"]) in text
     assert study_claims.put_into(text, study_claims.table(summary["claims"])) == text and study_claims.put_into("plain", "x") == "plain"
     assert (tmp_path / "study_curves.png").read_bytes()[:4] == (tmp_path / "study_settings.png").read_bytes()[:4] == b"\x89PNG"
     assert "| `oar_p` | 5 |" in capsys.readouterr().out
@@ -214,16 +219,15 @@ def test_readme_matches_the_results():
         pytest.skip("the study has not been reported yet")
     claims = json.loads(study_report.RESULT.read_text())["claims"]
     assert study_claims.table(claims) in (ROOT / "README.md").read_text(encoding="utf-8")
-    for claim in claims:
-        assert claim["verdict"] == study_claims.decide(claim["value"], claim["side"], claim["bound"])
-    assert [c["claim"] for c in claims] == [c["claim"] for c in study_claims.CLAIMS]
+    for part in (p for c in claims for p in c["parts"]):
+        assert part["verdict"] == study_claims.decide(part["value"], part["side"], part["bound"])
+    assert [c["claim"] for c in claims] == list(study_claims.CLAIMS)
 
 
 def test_every_claim_names_rows_that_are_run():
-    for claim in study_claims.CLAIMS:
-        if claim["source"] == "training":
-            variants = {j.variant for j in jobs([claim["setting"]], [], None)}
-            assert set(claim["rows"]) <= variants and claim["number"] in study_report.COLUMNS, claim["claim"]
+    for part in (p for parts in study_claims.CLAIMS.values() for p in parts if p["source"] == "training"):
+        variants = {j.variant for j in jobs([part["setting"]], [], None)}
+        assert set(part["rows"]) <= variants and part["number"] in study_report.COLUMNS, part
     assert set(study_figures.COLOURS) == set(METHODS)
 
 
