@@ -87,16 +87,16 @@ def test_judge_wants_every_seed_to_rise():
 
 def test_choose_takes_the_best_rate_that_qualifies(tmp_path, monkeypatch, capsys):
     def run_once(out, job, setting, lr):
-        top = {5e-5: 0.4, 1e-4: 0.7, 2e-4: 0.9}[lr]
-        last = 0.5 if lr == 2e-4 and job.seed == 1003 else top                       # one seed of the fastest rate falls back
-        return fake("grpo", job.seed, [0.3] * 34 + [0.35 if top == 0.4 else 0.6] * 33 + [last] * 33) | {"before": {"validation_greedy": 1.0}}
+        top = {2e-5: 0.4, 5e-5: 0.7, 1e-4: 0.9}[lr]
+        last = 0.5 if lr == 1e-4 and job.seed == 1003 else top                       # one seed of the fastest rate falls back
+        return fake("grpo", job.seed, [0.3] * 20 + [0.35 if top == 0.4 else 0.6] * 20 + [last] * 20) | {"before": {"validation_greedy": 1.0}}
     monkeypatch.setattr(study, "run_once", run_once)
     monkeypatch.setattr(study, "CHOICE", tmp_path / "choice.json")
     monkeypatch.setattr(study, "SETTINGS", {"main": Setting()})
     study.choose("main", tmp_path, 0, 1)
     entry = json.loads((tmp_path / "choice.json").read_text())["main"]
-    assert entry["chosen"] == {"steps": 100, "lr": 1e-4, "target": 0.6} and "| 0.0001 | 100 |" in capsys.readouterr().out
-    assert [row["steps"] for row in entry["rates"]["0.0001"]] == [100, 80, 60]
+    assert entry["chosen"] == {"steps": 60, "lr": 5e-5, "target": 0.6} and "| 5e-05 | 60 |" in capsys.readouterr().out
+    assert [row["steps"] for row in entry["rates"]["5e-05"]] == [60, 40]
 
 
 # --------------------------------------------------------------------------------------------------------------------
