@@ -30,7 +30,7 @@ import transformers
 from tqdm import tqdm
 
 import train
-from benchmarks.study_plan import CHOICE_SEEDS, LEARNING_RATES, SETTINGS, STEPS_AT_LEAST, VARIANTS, Job, Setting, jobs, shard_of
+from benchmarks.study_plan import CHOICE_SEEDS, LEARNING_RATES, NOISE, SETTINGS, STEPS_AT_LEAST, VARIANTS, Job, Setting, jobs, shard_of
 from oar import lab, models
 from oar.checkpoint import write_atomically
 from oar.config import Config, apply_preset
@@ -128,7 +128,7 @@ def thirds(curve: list[float], steps: int) -> list[float]:
 def judge(curves: list[list[float]], steps: int) -> dict:
     """The rule of study_plan.py at one number of steps: reward curves, one per seed -> what it looks at, and its verdict."""
     parts = [thirds(curve, steps) for curve in curves]
-    steady = sum(a < b < c for a, b, c in parts)
+    steady = sum(c >= a + 0.1 and b >= a - NOISE and c >= b - NOISE for a, b, c in parts)
     first, middle, last = (statistics.mean(column) for column in zip(*parts))
     return {"steps": steps, "mean": statistics.mean(statistics.mean(curve[:steps]) for curve in curves), "thirds": [first, middle, last],
             "steady_seeds": steady, "qualifies": steady == len(curves) and 0.3 <= last <= 0.95}
