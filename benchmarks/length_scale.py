@@ -37,7 +37,8 @@ def added_mass(setting: str) -> tuple[list[int], dict[str, list[float]]]:
         tokens += batch.completion_mask.sum(1)[scored].tolist()
         for method in METHODS:
             config.method = method
-            credit = assign_credit(policy, batch, rewards, advantages, config, config.group_size, 1.0, random_stream(SEED, step, method), 32768, roles)
+            stream = random_stream(SEED, step, method)
+            credit = assign_credit(policy, batch, rewards, advantages, config, config.group_size, 1.0, stream, 32768, roles)
             mass[method] += (credit.token_advantages - advantages[:, None] * batch.completion_mask).sum(1)[scored].tolist()
     return tokens, mass
 
@@ -45,7 +46,8 @@ def added_mass(setting: str) -> tuple[list[int], dict[str, list[float]]]:
 def growth(short: np.ndarray, long: np.ndarray) -> list[float]:
     """Difference of two means of independent samples, [value, low, high] with a 95 % bootstrap interval."""
     rng = np.random.default_rng(0)
-    draws = [long[rng.integers(len(long), size=len(long))].mean() - short[rng.integers(len(short), size=len(short))].mean() for _ in range(2000)]
+    means = ([values[rng.integers(len(values), size=len(values))].mean() for _ in range(2000)] for values in (long, short))
+    draws = np.subtract(*means)
     return [round(float(x), 5) for x in (long.mean() - short.mean(), *np.percentile(draws, [2.5, 97.5]))]
 
 
@@ -60,7 +62,8 @@ def main() -> None:
               "per_token": {m: {s: interval(mass[m][s] / length[s]) for s in SETTINGS} for m in METHODS},
               "mass_growth": {m: growth(mass[m][first], mass[m][last]) for m in METHODS},
               "per_token_growth": {m: growth(mass[m][first] / length[first], mass[m][last] / length[last]) for m in METHODS}}
-    print("| added per completion | " + " | ".join(f"{result['tokens'][s]:.0f} tokens" for s in SETTINGS) + " | growth, 95 % interval |\n|---|---|---|---|---|")
+    lengths = " | ".join(f"{result['tokens'][s]:.0f} tokens" for s in SETTINGS)
+    print(f"| added per completion | {lengths} | growth, 95 % interval |\n|---|---|---|---|---|")
     for m in METHODS:
         value, low, high = result["mass_growth"][m]
         print(f"| `{m}` | " + " | ".join(f"{result['mass'][m][s][0]:+.2f}" for s in SETTINGS) + f" | {value:+.2f} [{low:+.2f}, {high:+.2f}] |")

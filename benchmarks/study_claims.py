@@ -41,16 +41,19 @@ def length(row: str, number: str) -> dict:
 
 PAPER, BASELINES, GATED = ("oar_p", "oar_g"), ("random", "entropy", "entropy_bonus", "ktae"), ("oar_p", "oar_g", "oar_tg")
 CLAIMS = {
-    "Uniform credit carries nuisance variance: over 5 % of GRPO's gradient variance sits at fillers": [gradient("grpo", "filler_share", ">", 0.05)],
+    "Uniform credit carries nuisance variance: over 5 % of GRPO's gradient variance sits at fillers":
+        [gradient("grpo", "filler_share", ">", 0.05)],
     "Variance at a nuisance position goes to zero with its weight (A.1.4): under 2 % is left at w = 0.1":
         [gradient("filler w=0.1, kept", "filler_ratio", "<", 0.02)],
     "... then the total gradient variance falls, other weights kept": [gradient("filler w=0.1, kept", "variance_ratio", "<", 1.0)],
     "... and when the weights sum to n": [gradient("filler w=0.1, renormalised", "variance_ratio", "<", 1.0)],
-    "... and a step agrees better with the large-batch gradient": [gradient("filler w=0.1, renormalised", "cosine_grpo_gain", ">", 0.0)],
+    "... and a step agrees better with the large-batch gradient":
+        [gradient("filler w=0.1, renormalised", "cosine_grpo_gain", ">", 0.0)],
     "OAR lowers the variance at nuisance positions": [gradient(m, "filler_ratio", "<", 1.0) for m in PAPER],
     "OAR lowers the total gradient variance": [gradient(m, "variance_ratio", "<", 1.0) for m in PAPER],
     "OAR brings a step closer to the large-batch gradient": [gradient(m, "cosine_grpo_gain", ">", 0.0) for m in PAPER],
-    "Entropy weighting misallocates: more variance at fillers, slower learning": [gradient("entropy", "filler_ratio", ">", 1.0), training("entropy", side="<")],
+    "Entropy weighting misallocates: more variance at fillers, slower learning":
+        [gradient("entropy", "filler_ratio", ">", 1.0), training("entropy", side="<")],
     "Credit on the pivotal tokens helps at all (the known roles against GRPO)": [training("roles"), training("roles", number="sampled")],
     "OAR-P learns faster than GRPO": [training("oar_p")],
     "OAR-G learns faster than GRPO": [training("oar_g")],
@@ -63,12 +66,14 @@ CLAIMS = {
     "OAR avoids entropy collapse: more entropy left than under GRPO": [training(m, number="entropy_end") for m in PAPER],
     f"Random credit brings nothing (less than {NOTHING} of mean reward)": [training("random", side="<", bound=NOTHING)],
     "OAR-P's scores carry signal: upside down they hurt": [training("inverted", side="<")],
-    "Additive shaping changes the update scale with length (A.1.2): the mass added per completion grows": [length("entropy_bonus", "mass_growth")],
+    "Additive shaping changes the update scale with length (A.1.2): the mass added per completion grows":
+        [length("entropy_bonus", "mass_growth")],
     "... also per token, as a loss averaged over the completion sees it": [length("entropy_bonus", "per_token_growth")],
     "Larger thresholds give sparser credit (0.9 against 0.1)": [training("oar_tg threshold=0.9", "oar_tg threshold=0.1", "ess_ratio", "<"),
                                                                training("oar_tg threshold=0.9", "oar_tg threshold=0.1", "top10_mass")],
     "Boost only is worse than the balanced gate": [training(f"{m} gate=boost_only", m, side="<") for m in GATED],
-    "Boost only without renormalising collapses more often": [training(f"{m} gate=boost_only, renormalise=False", m, "collapsed") for m in GATED[1:]],
+    "Boost only without renormalising collapses more often":
+        [training(f"{m} gate=boost_only, renormalise=False", m, "collapsed") for m in GATED[1:]],
     "Suppress only is slower than the balanced gate": [training(f"{m} gate=suppress_only", m, side="<") for m in GATED],
     "Probes: answer_mean beats last": [training(m, f"{m} probe=last") for m in PAPER],
     "Probes: last beats answer_joint": [training(f"{m} probe=last", f"{m} probe=answer_joint") for m in PAPER],

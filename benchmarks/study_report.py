@@ -34,8 +34,8 @@ COLUMNS = {             # number of a run -> (heading, digits)
 def smooth(curve: list) -> np.ndarray:
     """Mean of the last WINDOW values at every step (of fewer at the start); steps without a value (None) are skipped."""
     values = np.array([np.nan if v is None else v for v in curve], dtype=float)
-    return np.array([np.nanmean(values[max(0, i + 1 - WINDOW):i + 1]) if np.isfinite(values[max(0, i + 1 - WINDOW):i + 1]).any()
-                     else np.nan for i in range(len(values))])
+    windows = [values[max(0, i + 1 - WINDOW):i + 1] for i in range(len(values))]
+    return np.array([np.nanmean(w) if np.isfinite(w).any() else np.nan for w in windows])
 
 
 def numbers(record: dict, target: float) -> dict[str, float]:
@@ -48,11 +48,14 @@ def numbers(record: dict, target: float) -> dict[str, float]:
     curves, reward = record["curves"], smooth(record["curves"]["reward"])
     settled = reward[WINDOW - 1:]
     reached = np.flatnonzero(settled >= target)
-    ends = {f"{name}_end": smooth(curves[curve])[-1] for name, curve in (("entropy", "entropy"), ("filler", "entropy_filler"), ("pivotal", "entropy_pivotal"))}
+    ends = {"entropy": "entropy", "filler": "entropy_filler", "pivotal": "entropy_pivotal"}
+    ends = {f"{name}_end": smooth(curves[curve])[-1] for name, curve in ends.items()}
     means = {name: float(np.mean([v for v in curves[name] if v is not None] or [np.nan])) for name in ("ess_ratio", "top10_mass", "grad_norm")}
-    return {"mean_reward": statistics.mean(curves["reward"]), "steps_to_target": int(reached[0]) + WINDOW if len(reached) else len(reward) + 1,
+    return {"mean_reward": statistics.mean(curves["reward"]),
+            "steps_to_target": int(reached[0]) + WINDOW if len(reached) else len(reward) + 1,
             "sampled": record["after"]["validation_sampled"], "greedy": record["after"]["validation_greedy"],
-            "drawdown": float((np.maximum.accumulate(settled) - settled).max()), "collapsed": float(settled[-1] < settled[0]), **ends, **means}
+            "drawdown": float((np.maximum.accumulate(settled) - settled).max()), "collapsed": float(settled[-1] < settled[0]),
+            **ends, **means}
 
 
 def paired(row: dict, other: dict) -> dict[str, list[float]] | None:
@@ -92,16 +95,16 @@ def summarise(records: dict) -> dict:
         runs = {v: {seed: numbers(r, SETTINGS[setting].target) for seed, r in rows.items()} for v, rows in variants.items()}
         table = {}
         for variant, row in runs.items():
-            table[variant] = {"seeds": sorted(row), "per_seed": {name: [round(row[s][name], 5) for s in sorted(row)] for name in COLUMNS},
-                              "mean": {name: interval([row[s][name] for s in sorted(row)]) for name in COLUMNS}}
-            own = variant.split(" ")[0]
-            for name, other in (("to_grpo", "grpo"), ("to_own", own)):
+            per_seed = {name: [round(float(row[s][name]), 5) for s in row] for name in COLUMNS}
+            table[variant] = {"seeds": list(row), "per_seed": per_seed, "mean": {name: interval(values) for name, values in per_seed.items()}}
+            for name, other in (("to_grpo", "grpo"), ("to_own", variant.split(" ")[0])):
                 if other != variant and other in runs and (difference := paired(row, runs[other])):
                     table[variant][name] = difference
         curves = {v: {c: band(list(rows.values()), c) for c in BANDS} for v, rows in variants.items() if v in METHODS}
         settings[setting] = {"setting": SETTINGS[setting]._asdict(), "rows": table, "curves": curves}
     every = [r for variants in records.values() for rows in variants.values() for r in rows.values()]
-    return {"runs": len(every), "commits": sorted({r["commit"] or "" for r in every}), "versions": [dict(v) for v in sorted({tuple(r["versions"].items()) for r in every})],
+    return {"runs": len(every), "commits": sorted({r["commit"] or "" for r in every}),
+            "versions": [dict(v) for v in sorted({tuple(r["versions"].items()) for r in every})],
             "core_hours": round(sum(r["seconds"] for r in every) / 3600, 2), "settings": settings}
 
 
@@ -113,24 +116,33 @@ def cell(value: list, digits: int, sign: str = "") -> str:
 
 def tables(summary: dict) -> str:
     """Markdown: per setting the methods with their differences to GRPO, and the ablations with those to their own method."""
-    lines = [f"{summary['runs']} runs, {summary['core_hours']} core hours; mean, and difference paired by seed with 95 % bootstrap interval"]
-    shown = [c for c in COLUMNS if c not in ("ess_ratio", "top10_mass", "collapsed", "grad_norm")]
+    lines = [f"{summary['runs']} runs, {summary['core_hours']} core hours; means, and differences paired by seed with 95 % bootstrap intervals"]
     for name, block in summary["settings"].items():
-        setting = block["setting"]
-        title = (f"{name}: {setting['instructions']} instructions, {setting['fillers']} fillers a step, hidden {setting['hidden']}, {setting['steps']} steps of "
-                 f"{setting['prompts_per_step']} x {setting['group_size']}, lr {setting['lr']:g}, target {setting['target']}")
-        for part, key in (("methods", "to_grpo"), ("ablations", "to_own")):
+        s = block["setting"]
+        title = (f"{name}: {s['instructions']} instructions, {s['fillers']} fillers each, hidden size {s['hidden']}, {s['steps']} steps of "
+                 f"{s['prompts_per_step']} x {s['group_size']}, lr {s['lr']:g}, target {s['target']}")
+        for part, key, other in (("methods", "to_grpo", "GRPO"), ("ablations", "to_own", "its own method")):
             rows = {v: r for v, r in block["rows"].items() if (v in METHODS) == (part == "methods")}
-            if not rows:
-                continue
-            against = "GRPO" if part == "methods" else "its own method"
-            heads = [COLUMNS[c][0] for c in shown]
-            lines += ["", f"**{title}; {part}**", "", f"| | seeds | {' | '.join(heads)} | ESS | top 10 % | collapsed |", f"|---|---|{'---|' * (len(heads) + 3)}"]
-            lines += [f"| `{v}` | {len(r['seeds'])} | " + " | ".join(f"{r['mean'][c][0]:.{COLUMNS[c][1]}f}" for c in shown + ["ess_ratio", "top10_mass", "collapsed"]) + " |"
-                      for v, r in rows.items()]
-            lines += ["", f"| minus {against} | seeds | {' | '.join(heads)} |", f"|---|---|{'---|' * len(heads)}"]
-            lines += [f"| `{v}` | {r[key]['seeds']} | " + " | ".join(cell(r[key][c], COLUMNS[c][1], "+") for c in shown) + " |" for v, r in rows.items() if key in r]
+            if rows:
+                lines += ["", f"**{title}; {part}**", "", *two_tables(rows, key, other)]
     return "\n".join(lines)
+
+
+def two_tables(rows: dict, key: str, other: str) -> list[str]:
+    """Lines of a table of means and of one of differences to `other`."""
+    paired_columns = [c for c in COLUMNS if c not in ("ess_ratio", "top10_mass", "grad_norm", "collapsed")]
+    heads = [COLUMNS[c][0] for c in COLUMNS]
+    lines = [f"| | seeds | {' | '.join(heads)} |", f"|---|---|{'---|' * len(heads)}"]
+    for variant, row in rows.items():
+        means = " | ".join(f"{row['mean'][c][0]:.{digits}f}" for c, (_, digits) in COLUMNS.items())
+        lines.append(f"| `{variant}` | {len(row['seeds'])} | {means} |")
+    heads = [COLUMNS[c][0] for c in paired_columns]
+    lines += ["", f"| minus {other} | seeds | {' | '.join(heads)} |", f"|---|---|{'---|' * len(heads)}"]
+    for variant, row in rows.items():
+        if key in row:
+            differences = " | ".join(cell(row[key][c], COLUMNS[c][1], "+") for c in paired_columns)
+            lines.append(f"| `{variant}` | {row[key]['seeds']} | {differences} |")
+    return lines
 
 
 def main(out: Path) -> None:

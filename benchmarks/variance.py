@@ -50,9 +50,11 @@ def prepare(setting_name: str, steps: int):
     config = configure(Job(setting_name, "grpo", SEED), setting, warm_start(setting_name, setting, RUNS))
     policy = models.load(config.model, torch.device("cpu"))
     examples, _, _ = train.load_examples(config, policy)
-    optimizer, cast = torch.optim.AdamW(policy.model.parameters(), lr=config.lr, weight_decay=0.0), partial(models.autocast, torch.device("cpu"), torch.float32)
+    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+    cast, tell = partial(models.autocast, torch.device("cpu"), torch.float32), (lambda what: None)
     for step in range(1, steps + 1):
-        train.train_step(policy, None, optimizer, train.examples_of_step(examples, step, config.prompts_per_step, SEED), config, step, cast, lambda what: None)
+        problems = train.examples_of_step(examples, step, config.prompts_per_step, SEED)
+        train.train_step(policy, None, optimizer, problems, config, step, cast, tell)
     return policy, config
 
 
@@ -105,7 +107,8 @@ def measure(policy, config, methods, steps: int) -> dict[str, dict]:
     rollouts, credited = [], []
     for step in tqdm(range(steps), desc="completions and credit"):
         batch, rewards, advantages, roles = rollout(policy, config, step)
-        rollouts.append((batch, advantages, grpo.loss_coefficients(batch.completion_mask, config.loss_norm, config.max_new_tokens), filler_mask(batch, roles)))
+        coefficients = grpo.loss_coefficients(batch.completion_mask, config.loss_norm, config.max_new_tokens)
+        rollouts.append((batch, advantages, coefficients, filler_mask(batch, roles)))
         credited.append(credits(policy, config, batch, rewards, advantages, roles, methods, step))
     tables, reference = {}, None
     for name in tqdm(credited[0], desc="gradients"):                                 # method by method: (S, parameters) is large
@@ -124,36 +127,36 @@ def measure(policy, config, methods, steps: int) -> dict[str, dict]:
 
 
 def summarise(tables: dict[str, dict]) -> dict[str, dict]:
-    """Every row's numbers as [value, low, high]; `*_ratio` are relative to GRPO, steps resampled together."""
+    """Every row's numbers as [value, low, high]; `*_ratio` and `*_gain` are relative to GRPO, steps resampled together."""
     base, rng = tables["grpo"], np.random.default_rng(0)
     count = len(base["own"])
     draws = [torch.from_numpy(rng.permutation(count)[:count // 2].copy()) for _ in range(RESAMPLES)]
-    reference = base["own"]
+    plain = gradvar.cosines(base["own"], base["own"], base["own"])
 
     def interval(estimate) -> list[float]:
-        """Of `estimate(index of steps)`, from half-samples: their spread is that of the whole's estimate (delete-half jackknife)."""
-        value, halves = estimate(torch.arange(count)), np.array([estimate(at) for at in draws])
-        spread = 1.96 * halves.std()
+        """Of `estimate(index of steps)`: half-samples spread as the whole's estimate does (delete-half jackknife)."""
+        value, spread = estimate(torch.arange(count)), 1.96 * np.std([estimate(at) for at in draws])
         return [round(float(x), 6) for x in (value, value - spread, value + spread)]
 
-    def cut(table, at):
-        return table[at][:, at]
+    def of(table: dict, part: str, what):
+        """Index of steps -> variance or signal of those steps' gradients."""
+        return lambda at: what(table[part][at][:, at])
+
+    def ratio(a, b):
+        return lambda at: a(at) / b(at)
 
     rows = {}
     for name, t in tables.items():
-        rows[name] = {
-            "variance_ratio": interval(lambda at: gradvar.variance(cut(t["own"], at)) / gradvar.variance(cut(base["own"], at))),
-            "filler_ratio": interval(lambda at: gradvar.variance(cut(t["filler"], at)) / gradvar.variance(cut(base["filler"], at))),
-            "filler_share": interval(lambda at: gradvar.variance(cut(t["filler"], at)) / gradvar.variance(cut(t["own"], at))),
-            "signal_ratio": interval(lambda at: gradvar.signal(cut(t["own"], at)) / gradvar.signal(cut(base["own"], at))),
-            "noise": interval(lambda at: gradvar.variance(cut(t["own"], at)) / gradvar.signal(cut(t["own"], at))),
-            "noise_ratio": interval(lambda at: gradvar.variance(cut(t["own"], at)) / gradvar.signal(cut(t["own"], at))
-                                    / gradvar.variance(cut(base["own"], at)) * gradvar.signal(cut(base["own"], at))),
-        }
-        for key, cosine in (("cosine_own", gradvar.cosines(t["own"], t["own"], t["own"])), ("cosine_grpo", gradvar.cosines(t["own"], t["grpo"], reference))):
-            minus = gradvar.cosines(base["own"], base["own"], base["own"])
-            rows[name][key] = interval(lambda at: cosine[at].mean().item())
-            rows[name][f"{key}_gain"] = interval(lambda at: (cosine - minus)[at].mean().item())
+        spread, pull, at_fillers = of(t, "own", gradvar.variance), of(t, "own", gradvar.signal), of(t, "filler", gradvar.variance)
+        base_spread, base_pull = of(base, "own", gradvar.variance), of(base, "own", gradvar.signal)
+        numbers = {"variance_ratio": ratio(spread, base_spread), "filler_ratio": ratio(at_fillers, of(base, "filler", gradvar.variance)),
+                   "filler_share": ratio(at_fillers, spread), "signal_ratio": ratio(pull, base_pull), "noise": ratio(spread, pull),
+                   "noise_ratio": ratio(ratio(spread, pull), ratio(base_spread, base_pull))}
+        for key, cosine in (("cosine_own", gradvar.cosines(t["own"], t["own"], t["own"])),
+                            ("cosine_grpo", gradvar.cosines(t["own"], t["grpo"], base["own"]))):
+            numbers[key] = lambda at, cosine=cosine: cosine[at].mean().item()
+            numbers[f"{key}_gain"] = lambda at, cosine=cosine: (cosine - plain)[at].mean().item()
+        rows[name] = {key: interval(estimate) for key, estimate in numbers.items()}
         rows[name] |= {key: round(t[key], 5) for key in ("ess", "top", "mass") if key in t}
     return rows
 
@@ -175,12 +178,14 @@ def main() -> None:
 
 def show(policy_name: str, rows: dict, steps: int) -> None:
     """One line per method: what it does to the variance, the signal and the direction."""
-    cell = (lambda v: f"{v[0]:.2f} [{v[1]:.2f}, {v[2]:.2f}]")
-    print(f"\npolicy: {policy_name}; {steps} steps; relative to GRPO unless said\n\n| | variance | filler variance | signal | variance / signal | "
-          f"cosine, own large batch | cosine, GRPO's large batch | ESS | top 10 % | mass |\n|---|{'---|' * 9}")
-    for name, r in rows.items():
-        print(f"| `{name}` | {cell(r['variance_ratio'])} | {cell(r['filler_ratio'])} | {cell(r['signal_ratio'])} | {cell(r['noise_ratio'])} | "
-              f"{cell(r['cosine_own'])} | {cell(r['cosine_grpo'])} | " + " | ".join(f"{r[k]:.2f}" if k in r else "" for k in ("ess", "top", "mass")) + " |")
+    shown = {"variance_ratio": "variance", "filler_ratio": "filler variance", "signal_ratio": "signal", "noise_ratio": "variance / signal",
+             "cosine_own": "cosine, own large batch", "cosine_grpo": "cosine, GRPO's large batch"}
+    heads = " | ".join([*shown.values(), "ESS", "top 10 %", "mass"])
+    print(f"\npolicy: {policy_name}; {steps} steps; the first four relative to GRPO\n\n| | {heads} |\n|---|{'---|' * (len(shown) + 3)}")
+    for name, row in rows.items():
+        cells = [f"{row[key][0]:.2f} [{row[key][1]:.2f}, {row[key][2]:.2f}]" for key in shown]
+        cells += [f"{row[key]:.2f}" if key in row else "" for key in ("ess", "top", "mass")]
+        print(f"| `{name}` | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

@@ -194,8 +194,8 @@ def test_report_from_partial_results(tmp_path, monkeypatch, capsys):
             path.write_text(json.dumps(record))
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{study_claims.START}\nstale\n{study_claims.END}\nafter\n")
-    for name, value in (("RESULT", tmp_path / "study.json"), ("VARIANCE", tmp_path / "none.json"), ("LENGTHS", tmp_path / "none.json"), ("README", readme), ("DOCS", tmp_path)):
-        monkeypatch.setattr(study_report, name, value)
+    for name, value in (("RESULT", "study.json"), ("VARIANCE", "none.json"), ("LENGTHS", "none.json"), ("README", "README.md"), ("DOCS", "")):
+        monkeypatch.setattr(study_report, name, tmp_path / value)
     study_report.main(tmp_path)
     summary = json.loads((tmp_path / "study.json").read_text())
     rows = summary["settings"]["main"]["rows"]
