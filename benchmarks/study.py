@@ -139,7 +139,7 @@ def choose(name: str, out: Path, shard: int, shards: int) -> None:
     setting, tables = SETTINGS[name], {}
     rates = LEARNING_RATES if name == "main" else (SETTINGS["main"].lr,)
     records = {(lr, seed): run_once(out / "choice", Job(name, "grpo", seed), setting, lr)
-               for seed in CHOICE_SEEDS for lr in rates if (seed + rates.index(lr)) % shards == shard}
+               for lr in rates for seed in CHOICE_SEEDS if (seed + rates.index(lr)) % shards == shard}
     if shards > 1:
         return print(f"shard {shard} of {shards} is done; run --choose {name} without --shard for the table")
     lengths = range(setting.steps, STEPS_AT_LEAST - 1, -20)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from oar import lab
 from oar.errors import UserError
 
-LEARNING_RATES = (2e-5, 5e-5, 1e-4)
+LEARNING_RATES = (1e-4, 5e-5, 2e-5)
 CHOICE_SEEDS = range(1000, 1008)
 STEPS_AT_LEAST = 40
 NOISE = 0.04         # standard error of the difference of two thirds' mean rewards
