@@ -33,8 +33,8 @@ class Setting(NamedTuple):
     prompts_per_step: int = 4
     group_size: int = 4
     steps: int = 60
-    lr: float = 5e-5
-    target: float = 0.75
+    lr: float = 1e-4
+    target: float = 0.8
     seeds: int = 8
 
     @property
