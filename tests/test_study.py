@@ -242,13 +242,16 @@ def test_filler_weights_by_hand():
 
 
 def test_summary_of_known_gradients():
-    g = torch.tensor([[1.0, 0.5], [1.0, -0.5], [1.0, 0.5], [1.0, -0.5]])
+    noise = torch.tensor([0.5, -0.5, 0.4, -0.4, 0.3, -0.3, 0.2, -0.2])
+    g = torch.stack([torch.ones(8), noise], 1)                                       # signal 1, variance that of the noise
+
     def table(scale):
         h = scale * g
         return {"own": (h @ h.T).double(), "grpo": (h @ g.T).double(), "filler": (h @ h.T).double(), "mass": 0.0}
     rows = variance.summarise({"grpo": table(1), "half": table(0.5)})
-    assert rows["half"]["variance_ratio"] == [0.25, 0.25, 0.25] and rows["half"]["noise_ratio"][0] == 1 and rows["half"]["filler_share"][0] == 1
-    assert rows["grpo"]["noise"][0] == pytest.approx((1 / 3) / (1 - 1 / 12), rel=1e-3)
+    assert rows["half"]["variance_ratio"] == [0.25, 0.25, 0.25] and rows["half"]["noise_ratio"] == [1, 1, 1] and rows["half"]["filler_share"][0] == 1
+    spread = noise.var().item()
+    assert rows["grpo"]["noise"][0] == pytest.approx(spread / (1 - spread / 8), rel=1e-3) and rows["grpo"]["noise"][1] < rows["grpo"]["noise"][2]
     assert rows["half"]["cosine_grpo_gain"] == [0, 0, 0] and rows["grpo"]["cosine_own"][0] == rows["half"]["cosine_own"][0]
 
 
