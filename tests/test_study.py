@@ -126,6 +126,18 @@ def test_run_is_paired_resumable_and_whole(tmp_path, monkeypatch, capsys):
         torch.set_num_threads(threads)
 
 
+def test_warm_start_is_built_once(tmp_path, monkeypatch):
+    built = []
+    def rebuild(folder, *settings, **more):
+        folder.mkdir(parents=True)
+        built.append((*settings, more["hidden"]))
+    monkeypatch.setattr(study.lab, "rebuild", rebuild)
+    assert study.warm_start("main", SETTINGS["main"], tmp_path) == "lab" and not built          # the lab's own policy fits
+    folders = {study.warm_start("long8", SETTINGS["long8"], tmp_path) for _ in range(2)}
+    assert folders == {str(tmp_path / "warm_starts" / "long8")} and built == [(8, lab.FILLERS, lab.SLOPPINESS, 128)]
+    assert [p.name for p in (tmp_path / "warm_starts").iterdir()] == ["long8"]
+
+
 def test_failed_run_does_not_stop_the_others(tmp_path, monkeypatch, capsys):
     def run(job, config):
         if job.variant == "grpo":
