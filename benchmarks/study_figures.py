@@ -1,0 +1,68 @@
+"""Figures of the study: curves with bands, and differences to GRPO with intervals."""
+from pathlib import Path
+
+import numpy as np
+
+COLOURS = {"grpo": "black", "random": "0.6", "entropy": "tab:brown", "entropy_bonus": "tab:pink", "ktae": "tab:olive", "oar_g": "tab:orange",
+           "oar_f": "tab:purple", "oar_p": "tab:blue", "oar_t": "tab:red", "oar_tg": "tab:green", "roles": "tab:cyan", "inverted": "0.35"}
+PANELS = (("reward", ("grpo", "oar_p", "oar_g", "oar_tg", "roles"), "reward: outcome-grounded credit"),
+          ("reward", ("grpo", "random", "entropy", "entropy_bonus", "ktae", "inverted"), "reward: other credit"),
+          ("entropy_filler", tuple(COLOURS), "entropy on fillers (nats)"),
+          ("entropy_pivotal", tuple(COLOURS), "entropy on digits (nats)"))
+
+
+def plot_bands(axis, curves: dict, number: str, variants) -> None:
+    """Mean of a smoothed curve over seeds, with a band of 1.96 standard errors; one line per variant that is there."""
+    for name in variants:
+        if name not in curves:
+            continue
+        mean, low, high = (np.array(curves[name][number][k], dtype=float) for k in ("mean", "low", "high"))
+        steps = 2 * np.arange(1, len(mean) + 1)
+        axis.plot(steps, mean, color=COLOURS[name], label=name, linewidth=2 if name == "grpo" else 1.3, linestyle="--" if name == "inverted" else "-")
+        axis.fill_between(steps, low, high, color=COLOURS[name], alpha=0.12, linewidth=0)
+    axis.set_xlabel("step")
+    axis.grid(alpha=0.25)
+
+
+def plot_differences(axis, rows: dict, number: str, key: str = "to_grpo") -> None:
+    """One paired difference with its interval per variant, best on top."""
+    shown = {v: r[key][number] for v, r in rows.items() if key in r and r[key][number][1] is not None}
+    for height, (name, (mean, low, high)) in enumerate(sorted(shown.items(), key=lambda item: item[1][0])):
+        axis.plot([low, high], [height, height], color=COLOURS.get(name.split(" ")[0], "black"), linewidth=2)
+        axis.plot(mean, height, "o", color=COLOURS.get(name.split(" ")[0], "black"), markersize=5)
+    axis.set_yticks(range(len(shown)), [n for n, _ in sorted(shown.items(), key=lambda item: item[1][0])], fontsize=8)
+    axis.axvline(0, color="black", linewidth=0.8)
+    axis.grid(alpha=0.25, axis="x")
+
+
+def save(figure, path: Path) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    figure.savefig(temporary, format="png", dpi=110)
+    temporary.replace(path)
+
+
+def draw(summary: dict, folder: Path) -> None:
+    """study_curves.png (the main setting) and study_settings.png (differences in mean reward, setting by setting)."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    folder.mkdir(exist_ok=True)
+    settings = summary["settings"]
+    if "main" in settings:
+        figure, axes = plt.subplots(2, 2, figsize=(12, 8), constrained_layout=True)
+        for axis, (number, variants, title) in zip(axes.flat, PANELS):
+            plot_bands(axis, settings["main"]["curves"], number, variants)
+            axis.set_title(title, fontsize=10)
+            if axis.has_data():
+                axis.legend(fontsize=7, ncol=2)
+        seeds = [len(r["seeds"]) for v, r in settings["main"]["rows"].items() if v in COLOURS]
+        figure.suptitle(f"main setting, {min(seeds)} to {max(seeds)} seeds; band: 1.96 standard errors", fontsize=11)
+        save(figure, folder / "study_curves.png")
+        plt.close(figure)
+    figure, axes = plt.subplots(1, len(settings), figsize=(1.2 + 3.4 * len(settings), 3.8), constrained_layout=True, squeeze=False)
+    for axis, (name, block) in zip(axes[0], settings.items()):
+        plot_differences(axis, {v: r for v, r in block["rows"].items() if v in COLOURS}, "mean_reward")
+        axis.set_title(f"{name} ({len(block['rows'].get('grpo', {'seeds': []})['seeds'])} seeds)", fontsize=10)
+        axis.set_xlabel("mean reward minus GRPO's, 95 %", fontsize=8)
+    save(figure, folder / "study_settings.png")
+    plt.close(figure)

@@ -1,0 +1,109 @@
+"""What the study runs: settings of the lab, variants of the method, and the order of the runs.
+
+Chosen with GRPO alone (python -m benchmarks.study --choose; benchmarks/results/study_choice.json), before any other method
+was run.  The rule: on 8 seeds that the study does not use, split each run into thirds.  A learning rate qualifies at a
+number of steps when on every seed the mean reward of the last third is at least 0.1 above the first's and no third lies
+more than NOISE below the one before (steady), and the mean over seeds of the last third is at least 0.3 (not hopeless) and
+at most 0.95 (not finished).  Start from the setting's `steps`; while nothing qualifies, take 20 fewer.  Of the rates that
+qualify, the one with the highest mean reward is GRPO's best, and every method gets it.  The main setting tries
+LEARNING_RATES, the others keep its rate and choose their steps.  `target` is the mean reward over seeds of the middle third,
+to the next 0.05: what "steps to a fixed reward" counts to.
+
+What was known when the rule was written: GRPO on the first of the 8 seeds.  In 100 steps at 5e-5 and 1e-4 its reward stood
+still after 40 to 60, hence 60 steps; and a third of 20 steps (80 problems) has a standard error of about 0.03, hence NOISE.
+"""
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from oar import lab
+from oar.errors import UserError
+
+LEARNING_RATES = (1e-4, 5e-5, 2e-5)
+CHOICE_SEEDS = range(1000, 1008)
+STEPS_AT_LEAST = 40
+NOISE = 0.04         # standard error of the difference of two thirds' mean rewards
+
+
+class Setting(NamedTuple):
+    """A lab problem size, its warm-start policy and the training run on it; lengths are in tokens."""
+    instructions: int = lab.INSTRUCTIONS
+    fillers: int = lab.FILLERS
+    sloppiness: float = lab.SLOPPINESS
+    hidden: int = 128
+    prompts_per_step: int = 4
+    group_size: int = 4
+    steps: int = 60
+    lr: float = 1e-4
+    target: float = 0.8
+    seeds: int = 8
+
+    @property
+    def max_new_tokens(self) -> int:
+        """A tenth more than a well-formed completion has: per instruction its fillers and 8 tokens, then #### x y <eos>."""
+        return round(1.1 * (self.instructions * (self.fillers + 8) + 4))
+
+
+SETTINGS = {
+    "main": Setting(seeds=16),
+    "nuisance": Setting(fillers=16, sloppiness=0.35, prompts_per_step=8, group_size=2),      # mostly filler, small groups, rare success
+    "small": Setting(hidden=64),                                                             # a quarter of the parameters
+    "long6": Setting(instructions=6),
+    "long8": Setting(instructions=8),
+}
+
+METHODS = ("grpo", "random", "entropy", "entropy_bonus", "ktae", "oar_g", "oar_f", "oar_p", "oar_t", "oar_tg", "roles", "inverted")
+OUTSIDE = ("grpo", "random", "entropy", "ktae", "oar_g", "oar_tg", "roles", "oar_p")         # methods of the settings beyond main
+
+
+def ablation(*methods: str, **change) -> dict[str, dict]:
+    """{"oar_g gate=boost_only": settings of train.Config, ...} for each method."""
+    label = ", ".join(f"{name}={value}" for name, value in change.items())
+    return {f"{method} {label}": dict(method=method, **change) for method in methods}
+
+
+# Ablations run in the main setting.  Those of the gate's numbers use oar_tg, the cheap method whose scores find most roles.
+ABLATIONS = {
+    **ablation("oar_g", "oar_tg", gate="boost_only"), **ablation("oar_g", "oar_tg", gate="suppress_only"),
+    **ablation("oar_g", "oar_tg", renormalise=False), **ablation("oar_g", "oar_tg", gate="boost_only", renormalise=False),
+    **{name: change for threshold in (0.1, 0.5, 0.75, 0.9) for name, change in ablation("oar_tg", threshold=threshold).items()},
+    **{name: change for boost in (0.0, 0.5, 2.0, 4.0) for name, change in ablation("oar_tg", boost=boost).items()},
+    **{name: change for floor in (0.0, 0.5) for name, change in ablation("oar_tg", floor=floor).items()},
+    **ablation("oar_g", probe="last"), **ablation("oar_g", probe="answer_joint"),
+    **ablation("oar_g", noise_draws=4), **ablation("oar_g", noise_draws=16),
+    **ablation("grpo", "entropy_bonus", "ktae", loss_norm="constant"),
+    **ablation("oar_p", perturb="resample"), **ablation("oar_p", perturb="other"),
+    **ablation("oar_p", probe="last"), **ablation("oar_p", probe="answer_joint"),
+    **ablation("oar_p", gate="boost_only"), **ablation("oar_p", gate="suppress_only"), **ablation("oar_p", renormalise=False),
+}
+VARIANTS = {method: dict(method=method) for method in METHODS} | ABLATIONS
+
+
+class Job(NamedTuple):
+    """One training run."""
+    setting: str
+    variant: str
+    seed: int
+
+
+def jobs(settings: list[str], patterns: list[str], seeds: list[int] | None) -> list[Job]:
+    """All runs in order: the methods in the main setting, seed by seed, then the other settings, then the ablations.
+
+    `settings` and `patterns` (shell style, of variant names) select; `seeds` replaces each setting's own.  UserError for
+    a setting that does not exist or a selection that is empty.
+    """
+    unknown = [name for name in settings if name not in SETTINGS]
+    if unknown:
+        raise UserError(f"--settings {unknown[0]}: no such setting (there are: {', '.join(SETTINGS)})")
+    blocks = [(name, METHODS if name == "main" else OUTSIDE, setting.seeds) for name, setting in SETTINGS.items()]
+    blocks.append(("main", ABLATIONS, SETTINGS["small"].seeds))
+    plan = [Job(name, variant, seed) for name, variants, count in blocks if not settings or name in settings
+            for seed in (range(count) if seeds is None else seeds) for variant in variants
+            if not patterns or any(fnmatchcase(variant, pattern) for pattern in patterns)]
+    if not plan:
+        raise UserError(f"--variants {' '.join(patterns)}: nothing matches (there are: {', '.join(VARIANTS)})")
+    return plan
+
+
+def shard_of(job: Job, shards: int) -> int:
+    """Which of `shards` processes does a job: seeds take turns, so that each process gets every variant."""
+    return (job.seed + list(VARIANTS).index(job.variant)) % shards
