@@ -30,4 +30,4 @@ def test_committed_with_outputs(path):
 def test_runs_from_a_fresh_kernel(path, monkeypatch):
     monkeypatch.setenv("OAR_NOTEBOOK_SHORT", "1")
     book = nbformat.read(path, as_version=4)
-    nbclient.NotebookClient(book, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}).execute()
+    nbclient.NotebookClient(book, timeout=1800, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}).execute()
