@@ -302,8 +302,9 @@ def main() -> None:
     benchmarks = load_benchmarks(config)
     check_language(config.model[0], policy, benchmarks)
     settings = settings_of(config, benchmarks)
-    with lock.hold(folder_of(config, settings)):
-        evaluate(config, policy, load, benchmarks, settings, folder_of(config, settings))
+    out = folder_of(config, settings)
+    with lock.hold(out):
+        evaluate(config, policy, load, benchmarks, settings, out)
 
 
 def evaluate(config: Config, policy: models.Policy, load, benchmarks: dict[str, list[data.Example]], settings: dict, out: Path) -> None:

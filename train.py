@@ -123,9 +123,12 @@ def train_step(policy, ref_model, optimizer, examples, config: Config, step: int
     tell("updating")                                                                 # 4. the clipped surrogate
     coefficients = grpo.loss_coefficients(batch.completion_mask, config.loss_norm, config.max_new_tokens, rewards.isfinite())
     policy.model.train(config.gradient_checkpointing)
-    learned = {"skipped": "importance" if batch.entropy.isfinite().all() else "sampling distribution"}
     with halving.phase("update") as update:
-        if credit.finite and batch.entropy.isfinite().all():
+        if not batch.entropy.isfinite().all():
+            learned = {"skipped": "sampling distribution"}
+        elif not credit.finite:
+            learned = {"skipped": "importance"}
+        else:
             learned = grpo.update(policy.model, optimizer, batch, credit.token_advantages, coefficients, temperature=config.temperature,
                                   inner_epochs=config.inner_epochs, token_budget=config.tokens_per_pass, clip_low=config.clip_low,
                                   clip_high=config.clip_high, max_grad_norm=config.max_grad_norm, ref_model=ref_model,

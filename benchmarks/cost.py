@@ -54,8 +54,7 @@ def cost(policy, methods: list[str], repeats: int) -> dict[str, dict[str, float]
         operations[method] = counted.total
     for repeat in tqdm(range(1, repeats + 1)):
         for method in methods:
-            line = step_of(policy, method, repeat)
-            runs[method].append(line | {"total": sum(line[phase] for phase in measure.PHASES)})
+            runs[method].append(step_of(policy, method, repeat))
     baseline = [line["total"] for line in runs[methods[0]]]
     return {method: {name: statistics.median(line[name] for line in lines) for name in ("total", *measure.PHASES, "peak", "tokens")}
             | {"operations": operations[method], "ratio": statistics.median(line["total"] / base for line, base in zip(lines, baseline))} for method, lines in runs.items()}
@@ -80,7 +79,7 @@ def growth(tokenizer) -> dict[str, dict]:
             for method in GROWTH_METHODS:
                 steps = [measure.training_step(policy, prompts, method, group_size=setting["group size"], seed=repeat, lr=1e-4,
                                                max_new_tokens=setting["completion length"], tokens_per_pass=8192) for repeat in range(4)]
-                seconds[method].append(statistics.median(sum(s[p] for p in measure.PHASES) for s in steps[1:]))
+                seconds[method].append(statistics.median(s["total"] for s in steps[1:]))
         table[name] = {method: {"sizes": sizes, "seconds": s, "exponent": measure.fitted_exponent(sizes, s)} for method, s in seconds.items()}
     return table
 
@@ -107,7 +106,7 @@ def main() -> None:
     policy = models.load(args.model, torch.device("cpu"))
     if args.grow:
         table, name = growth(policy.tokenizer), "growth"
-        print("| size | " + " | ".join(f"`{m}`: s per step | exponent" for m in GROWTH_METHODS) + " |\n|---" * 1 + "|---" * (2 * len(GROWTH_METHODS)) + "|")
+        print("| size | " + " | ".join(f"`{m}`: s per step | exponent" for m in GROWTH_METHODS) + " |\n" + "|---" * (1 + 2 * len(GROWTH_METHODS)) + "|")
         for size, by_method in table.items():
             cells = [f"{' / '.join(f'{s:.2f}' for s in row['seconds'])} | {row['exponent']:.2f}" for row in by_method.values()]
             print(f"| {size} {', '.join(map(str, GROWTH[size]))} | " + " | ".join(cells) + " |")

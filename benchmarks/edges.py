@@ -16,8 +16,7 @@ import torch
 from transformers import DynamicCache
 
 from benchmarks.recall import pick_correct, recall_at
-from oar import data, lab, models, perturb
-from oar.attribution import lab_roles
+from oar import data, lab, models, perturb, record
 from oar.batch import random_stream
 from oar.checkpoint import write_atomically
 from oar.oracle import causal_tokens
@@ -82,10 +81,7 @@ def main() -> None:
     probe = build_probe(batch, segments, "answer_mean", policy.tokenizer.encode(lab.CONCLUSION), policy.tokenizer.pad_token_id)
     golds = [e.answer for e in owners]
     truths = {how: causal_tokens(policy, batch, segments, golds, how, LENGTH, BUDGET) for how in ("answer", "all")}
-    truths["roles"] = torch.zeros_like(batch.completion_mask)
-    for row, owner in enumerate(owners):
-        labels = lab_roles(policy, batch.rows([row]), owner.problem)[0]
-        truths["roles"][row, :len(labels)] = torch.tensor([role.matters for role in labels])
+    truths["roles"] = lab.role_mask(record.lab_roles(policy, batch, owners), batch.completion_mask.shape[1], lambda role: role.matters)
 
     table = {}
     for edit in ("mask", "other"):

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.intervals import cell
 from benchmarks.study_claims import interval
 from benchmarks.variance import SEED, prepare, rollout
 from oar.batch import random_stream
@@ -65,8 +66,7 @@ def main() -> None:
     lengths = " | ".join(f"{result['tokens'][s]:.0f} tokens" for s in SETTINGS)
     print(f"| added per completion | {lengths} | growth, 95 % interval |\n|---|---|---|---|---|")
     for m in METHODS:
-        value, low, high = result["mass_growth"][m]
-        print(f"| `{m}` | " + " | ".join(f"{result['mass'][m][s][0]:+.2f}" for s in SETTINGS) + f" | {value:+.2f} [{low:+.2f}, {high:+.2f}] |")
+        print(f"| `{m}` | " + " | ".join(f"{result['mass'][m][s][0]:+.2f}" for s in SETTINGS) + f" | {cell(result['mass_growth'][m], 2, '+')} |")
     write_atomically(RESULT, json.dumps(result, indent=1) + "\n")
 
 

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from oar import grpo
 from oar.batch import random_stream
 from oar.credit import CreditConfig, assign_credit
+from oar.optimizer import make_optimizer
 from oar.rollout import draw_uniforms, sample
 from oar.verify import is_correct
 
@@ -29,12 +30,12 @@ def machine() -> str:
 
 def training_step(policy, prompts: list[list[int]], method: str, *, group_size: int, max_new_tokens: int, lr: float, tokens_per_pass: int,
                   seed: int, golds: list[str] | None = None, stop_strings: list[str] = ()) -> dict[str, float]:
-    """Seconds of each phase of one step of `method` on a copy of the policy, and the number of tokens sampled.
+    """Seconds of each phase of one step of `method` on a copy of the policy, their total, and the number of tokens sampled.
 
     Without `golds` every other completion is called right, so that all of them have to be scored.
     """
     policy = policy._replace(model=copy.deepcopy(policy.model))
-    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=lr, weight_decay=0.0)
+    optimizer = make_optimizer("adamw", policy.model, lr, weight_decay=0.0)
     uniforms = draw_uniforms(len(prompts) * group_size, max_new_tokens, random_stream(seed, "rollout"))
     clock = [time.perf_counter()]
     batch = sample(policy, prompts, group_size, max_new_tokens, uniforms, stop_strings=stop_strings)
@@ -52,7 +53,7 @@ def training_step(policy, prompts: list[list[int]], method: str, *, group_size: 
     grpo.update(policy.model, optimizer, batch, credit.token_advantages, coefficients, temperature=1.0, inner_epochs=1,
                 token_budget=tokens_per_pass, clip_low=0.2, clip_high=0.2, max_grad_norm=1.0)
     clock.append(time.perf_counter())
-    return {phase: b - a for phase, a, b in zip(PHASES, clock, clock[1:])} | {"tokens": int(batch.completion_mask.sum())}
+    return {phase: b - a for phase, a, b in zip(PHASES, clock, clock[1:])} | {"total": clock[-1] - clock[0], "tokens": int(batch.completion_mask.sum())}
 
 
 def fitted_exponent(sizes: list[float], seconds: list[float]) -> float:

@@ -10,7 +10,6 @@ at once, so that neither its hoard nor the remains of loading a .gguf file count
 Writes benchmarks/results/memory.json.
 """
 import argparse
-import ctypes
 import gc
 import itertools
 import json
@@ -25,6 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM, HfArgumentParser, Qwen2Config
 
 import train
+from benchmarks.measure import PeakMemory
 from oar import data, lora, memory, models
 from oar.checkpoint import write_atomically
 from oar.config import Config, apply_preset
@@ -54,12 +54,6 @@ def config_of(flags: str) -> Config:
 # --------------------------------------------------------------------------------------------------------------------
 # plan and measurement
 
-def resident(name: str) -> int:
-    """VmRSS or VmHWM of this process in bytes."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) * 1024
-
-
 def measure(name: str, flags: str) -> dict[str, float]:
     """Plan and measured peak, in GiB, of two training steps in this process."""
     config, device = config_of(f"{SIZES} {flags}"), models.pick_device("auto")
@@ -79,13 +73,11 @@ def measure(name: str, flags: str) -> dict[str, float]:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    else:
-        ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
-        before = resident("VmRSS") - sum(p.numel() * p.element_size() for p in policy.model.parameters())
-    for step in (1, 2):
-        train.train_step(policy, None, optimizer, examples, config, step, cast, lambda what: None)
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else resident("VmHWM") - before
+    with PeakMemory() as grown:
+        for step in (1, 2):
+            train.train_step(policy, None, optimizer, examples, config, step, cast, lambda what: None)
+    weights = sum(p.numel() * p.element_size() for p in policy.model.parameters())
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else weights + grown.mib * 2 ** 20
     return {**{part: value / memory.GIB for part, value in planned.items()}, "measured": peak / memory.GIB}
 
 

@@ -16,7 +16,6 @@ import argparse
 import json
 import statistics
 import time
-from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -75,7 +74,7 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device("cpu")
     policy = models.load(args.model, device) if args.model else random_policy(models.load("lab", device).tokenizer, 128, VOCABULARY)
-    model, budget, rows = policy.model, args.tokens_per_pass, []
+    model, budget = policy.model, args.tokens_per_pass
     path = RESULTS / f"perturb_scaling_{'real' if args.model else 'tiny'}.json"
     print("| reasoning tokens | serial s | plain s | ours s | plain / ours | serial MiB | plain MiB | ours MiB | plain / ours | largest difference |")
     print("|---" * 10 + "|")
@@ -88,12 +87,12 @@ def main() -> None:
         results = {name: measured(run, args.repeats) for name, run in ways.items()}
         (serial, serial_mib, truth), (slow, slow_mib, a), (fast, fast_mib, b) = results.values()
         difference = max((a - truth).abs().max().item(), (b - truth).abs().max().item())
-        rows.append({"length": length, "difference": difference, **{name: {"seconds": s, "mib": m} for name, (s, m, _) in results.items()}})
+        new = {"length": length, "difference": difference, **{name: {"seconds": s, "mib": m} for name, (s, m, _) in results.items()}}
         tqdm.write(f"| {length} | {serial:.2f} | {slow:.2f} | {fast:.2f} | {slow / fast:.1f} | {serial_mib:.0f} | {slow_mib:.0f} | {fast_mib:.0f} | "
                    f"{slow_mib / fast_mib:.1f} | {difference:.0e} |")
         assert difference < 1e-5
         known = json.loads(path.read_text())["rows"] if path.exists() else []        # lengths of earlier runs stay
-        rows = sorted([row for row in known if row["length"] != length] + rows[-1:], key=lambda row: row["length"])
+        rows = sorted([row for row in known if row["length"] != length] + [new], key=lambda row: row["length"])
         write_atomically(path, json.dumps({"machine": measure.machine(), "rows": rows}, indent=1) + "\n")
     print(f"medians of {args.repeats}; {measure.machine()}")
 

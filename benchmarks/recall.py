@@ -25,7 +25,7 @@ from tqdm import tqdm
 from transformers import HfArgumentParser
 
 from benchmarks import recall_report, word_problems
-from oar import baselines, credit, data, lab, models
+from oar import baselines, credit, data, lab, models, record
 from oar.batch import random_stream
 from oar.checkpoint import append_jsonl, read_records, write_atomically
 from oar.errors import UserError, exit_cleanly
@@ -127,11 +127,8 @@ def score_block(policy, config: Config, block: int, examples, prompts, stops) ->
     truths = {how: causal_tokens(policy, batch, segments, [e.answer for e in owners], how, config.max_new_tokens,
                                  config.tokens_per_pass, stops) for how in ORACLES}
     if policy.is_lab:
-        mask, roles = torch.zeros_like(batch.completion_mask), zip(batch.completion_ids.tolist(), owners)
-        for row, (ids, owner) in enumerate(roles):
-            labels = lab.label_tokens(lab.parse_problem(owner.problem), policy.tokenizer.convert_ids_to_tokens(ids))
-            mask[row] = torch.tensor([role.matters for role in labels])
-        truths = {"roles": mask} | truths
+        roles = record.lab_roles(policy, batch, owners)
+        truths = {"roles": lab.role_mask(roles, batch.completion_mask.shape[1], lambda role: role.matters)} | truths
     reasoning, scores, records = reasoning_mask(batch, segments), rankings(policy, batch, segments, keys, config, block), []
     for row, m in enumerate(reasoning):
         causal = {truth: marks[row][m] for truth, marks in truths.items()}
@@ -151,7 +148,7 @@ def collect(policy, config: Config, out: Path) -> tuple[list[dict], int]:
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / "config.json", json.dumps(settings, indent=1) + "\n")
     examples, prompts, stops = load_problems(policy, config)
-    kept = {record["block"]: record["records"] for record in read_records(out / "blocks.jsonl")}
+    kept = {line["block"]: line["records"] for line in read_records(out / "blocks.jsonl")}
     records, block = [], 0
     bar = tqdm(total=config.completions, desc="correct completions", disable=config.quiet, dynamic_ncols=True)
     while len(records) < config.completions and block * config.block < len(examples):

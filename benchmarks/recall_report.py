@@ -3,6 +3,9 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.intervals import cell
+from oar import plots
+
 RESAMPLES = 2000
 MAIN_PROBE = "answer_mean"
 PLAIN = ("random", "position", "entropy", "ktae")
@@ -55,7 +58,7 @@ def show(summary: dict, top: tuple[int, ...], say) -> None:
             f"probe {MAIN_PROBE}\n\n| top | {' | '.join(f'{k} %' for k in top)} |\n|---|{'---|' * len(top)}")
         for name, cells in table.items():
             if " | " not in name or name.endswith(MAIN_PROBE):
-                say(f"| {name.split(' | ')[0]} | " + " | ".join(f"{m:.2f} [{low:.2f}, {high:.2f}]" for m, low, high in cells) + " |")
+                say(f"| {name.split(' | ')[0]} | " + " | ".join(cell(c, 2) for c in cells) + " |")
     probes = list(dict.fromkeys(n.split(" | ")[1] for n in next(iter(summary["recall"].values())) if " | " in n))
     at = top.index(CLAIM_AT)
     say(f"\nprobes, recall in the top {CLAIM_AT} %\n\n| | " + " | ".join(f"{t}: {p}" for t in summary["recall"] for p in probes) + " |\n|---|"
@@ -64,15 +67,15 @@ def show(summary: dict, top: tuple[int, ...], say) -> None:
     for name in names:
         if all(f"{name} | {p}" in table for table in summary["recall"].values() for p in probes):
             cells = [table[f"{name} | {p}"][at] for table in summary["recall"].values() for p in probes]
-            say(f"| {name} | " + " | ".join(f"{m:.2f} [{low:.2f}, {high:.2f}]" for m, low, high in cells) + " |")
+            say(f"| {name} | " + " | ".join(cell(c, 2) for c in cells) + " |")
     say(f"\npaired differences of recall in the top {CLAIM_AT} %\n\n| claim | " + " | ".join(summary["claims"]) + " |\n|---|" + "---|" * len(summary["claims"]))
     for claim in next(iter(summary["claims"].values())):
         cells = [summary["claims"][truth][claim] for truth in summary["claims"]]
-        say(f"| {claim} | " + " | ".join(f"{verdict(c)} {c[0]:+.2f} [{c[1]:+.2f}, {c[2]:+.2f}]" for c in cells) + " |")
+        say(f"| {claim} | " + " | ".join(f"{verdict(c)} {cell(c, 2, '+')}" for c in cells) + " |")
 
 
-def verdict(cell: list[float]) -> str:
-    return "yes" if cell[1] > 0 else "no" if cell[2] < 0 else "open"
+def verdict(value: list[float]) -> str:
+    return "yes" if value[1] > 0 else "no" if value[2] < 0 else "open"
 
 
 def picture(summary: dict, top: tuple[int, ...], path: Path) -> None:
@@ -88,12 +91,11 @@ def picture(summary: dict, top: tuple[int, ...], path: Path) -> None:
             mean, low, high = np.array(table[name if name in table else f"{name} | {MAIN_PROBE}"]).T
             axis.plot(top, mean, color=colour, label=name, linewidth=2 if name.startswith("oar") else 1.2, marker="o", markersize=3)
             axis.fill_between(top, low, high, color=colour, alpha=0.12, linewidth=0)
-        axis.plot(top, [cell[0] for cell in table["ceiling"]], color="black", linestyle=":", linewidth=1, label="ceiling")
+        axis.plot(top, [value[0] for value in table["ceiling"]], color="black", linestyle=":", linewidth=1, label="ceiling")
         axis.set_title({"roles": "roles known by construction", "answer": "oracle: later reasoning kept", "all": "oracle: all decoded again"}[truth], fontsize=10)
         axis.set_xlabel("top K % of the reasoning tokens")
         axis.grid(alpha=0.25)
     np.atleast_1d(axes)[0].set_ylabel("recall of causal tokens")
     np.atleast_1d(axes)[0].legend(fontsize=8)
     figure.suptitle(f"{summary['completions']} correct completions, {summary['setting']['model']}, probe {MAIN_PROBE}", fontsize=10)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    plots.save(figure, path)

@@ -5,6 +5,7 @@
 2,000 lab steps of 1 x 4 completions, attribution, checkpoints and validation included.
 """
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,10 +28,6 @@ def observe(pid: int) -> dict[str, float]:
             "threads": int(status["Threads"]), "children": len(children)}
 
 
-def median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]      # of the values themselves: counts stay whole
-
-
 def run() -> dict:
     """Run it; prints and returns the figures, `flat` being the verdict."""
     with tempfile.TemporaryDirectory() as folder:
@@ -46,7 +43,7 @@ def run() -> dict:
         records = read_records(out / "metrics.jsonl")
     warm = [s for s in seen if WARM_UP <= s["step"] < STEPS]
     tenth = max(1, len(warm) // 10)
-    change = {name: [median([s[name] for s in part]) for part in (warm[:tenth], warm[-tenth:])] for name in seen[0]}
+    change = {name: [statistics.median_high(s[name] for s in part) for part in (warm[:tenth], warm[-tenth:])] for name in seen[0]}
     (first, last), counts = change["memory_mb"], {name: change[name] for name in ("files", "threads", "children")}
     result = {"steps": STEPS, "seconds": round(time.monotonic() - began), "exit_code": process.returncode, "memory_mb": [round(first, 1), round(last, 1)],
               "growth": round(last / first - 1, 4), **counts, "complete": [r["step"] for r in records] == list(range(STEPS + 1))}

@@ -35,8 +35,11 @@ from oar import lab, models
 from oar.checkpoint import write_atomically
 from oar.config import Config, apply_preset
 from oar.errors import UserError, exit_cleanly
+from oar.optimizer import make_optimizer
 
 RUNS = Path("runs/study")
+CPU = torch.device("cpu")
+CAST = partial(models.autocast, CPU, torch.float32)
 CHOICE = Path(__file__).parent / "results" / "study_choice.json"
 CURVES = ("reward", "entropy", "entropy_filler", "entropy_pivotal", "ess_ratio", "top10_mass", "grad_norm", "informative_share")
 
@@ -68,21 +71,29 @@ def configure(job: Job, setting: Setting, model: str, **change) -> Config:
     return config
 
 
+def silent(what: str) -> None:
+    """In place of a bar."""
+
+
+def train_steps(policy: models.Policy, examples: list, config: Config, steps: int):
+    """Train the policy for the first `steps` steps of a run; yields the metrics of each."""
+    optimizer = make_optimizer(config.optimizer, policy.model, config.lr, config.weight_decay)
+    for step in range(1, steps + 1):
+        problems = train.examples_of_step(examples, step, config.prompts_per_step, config.seed)
+        yield train.train_step(policy, None, optimizer, problems, config, step, CAST, silent)[0]
+
+
 def run(job: Job, config: Config) -> dict:
     """Train once and validate: the record of a run, curves (one number per step) included."""
-    started, device = time.process_time(), torch.device("cpu")
-    policy = models.load(config.model, device)
+    started = time.process_time()
+    policy = models.load(config.model, CPU)
     examples, held_out, _ = train.load_examples(config, policy)
-    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    cast, tell = partial(models.autocast, device, torch.float32), (lambda what: None)
-    before = train.validate(policy, config, held_out, cast, tell) if job.seed in CHOICE_SEEDS[:1] else {}
+    before = train.validate(policy, config, held_out, CAST, silent) if job.seed in CHOICE_SEEDS[:1] else {}
     curves = {name: [] for name in CURVES}
-    for step in range(1, config.steps + 1):
-        problems = train.examples_of_step(examples, step, config.prompts_per_step, config.seed)
-        line, _ = train.train_step(policy, None, optimizer, problems, config, step, cast, tell)
+    for line in train_steps(policy, examples, config, config.steps):
         for name, curve in curves.items():
             curve.append(None if line[name] is None else float(f"{line[name]:.5g}"))
-    return {**job._asdict(), "before": before, "after": train.validate(policy, config, held_out, cast, tell), "curves": curves,
+    return {**job._asdict(), "before": before, "after": train.validate(policy, config, held_out, CAST, silent), "curves": curves,
             "config": dataclasses.asdict(config), "commit": commit(), "seconds": round(time.process_time() - started, 1),
             "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}}
 

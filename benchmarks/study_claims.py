@@ -8,6 +8,8 @@ interval around 0: it holds when the effect is below NOTHING.
 """
 import numpy as np
 
+from benchmarks.intervals import cell
+
 RESAMPLES, MIN_SEEDS = 10000, 4
 NOTHING = 0.01        # mean reward: about the spread between two seeds of one method
 START, END = "<!-- claims: written by python -m benchmarks.study --report -->", "<!-- end of claims -->"
@@ -141,8 +143,7 @@ def figure(part: dict) -> str:
         return name
     digits = 1 if part["number"] == "steps_to_target" else 3
     sign = "+" if part["source"] == "training" or part["number"].endswith(("gain", "growth")) else ""
-    mean, low, high = part["value"]
-    return f"{name}: {mean:{sign}.{digits}f} [{low:{sign}.{digits}f}, {high:{sign}.{digits}f}]"
+    return f"{name}: {cell(part['value'], digits, sign)}"
 
 
 def table(judged: list[dict]) -> str:

@@ -3,6 +3,8 @@ from pathlib import Path
 
 import numpy as np
 
+from oar import plots
+
 COLOURS = {"grpo": "black", "random": "0.6", "entropy": "tab:brown", "entropy_bonus": "tab:pink", "ktae": "tab:olive", "oar_g": "tab:orange",
            "oar_f": "tab:purple", "oar_p": "tab:blue", "oar_t": "tab:red", "oar_tg": "tab:green", "roles": "tab:cyan", "inverted": "0.35"}
 PANELS = (("reward", ("grpo", "oar_p", "oar_g", "oar_tg", "roles"), "reward: outcome-grounded credit"),
@@ -35,12 +37,6 @@ def plot_differences(axis, rows: dict, number: str, key: str = "to_grpo") -> Non
     axis.grid(alpha=0.25, axis="x")
 
 
-def save(figure, path: Path) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    figure.savefig(temporary, format="png", dpi=110)
-    temporary.replace(path)
-
-
 def draw(summary: dict, folder: Path) -> None:
     """study_curves.png (the main setting) and study_settings.png (differences in mean reward, setting by setting)."""
     import matplotlib
@@ -57,12 +53,10 @@ def draw(summary: dict, folder: Path) -> None:
                 axis.legend(fontsize=7, ncol=2)
         seeds = [len(r["seeds"]) for v, r in settings["main"]["rows"].items() if v in COLOURS]
         figure.suptitle(f"main setting, {min(seeds)} to {max(seeds)} seeds; band: 1.96 standard errors", fontsize=11)
-        save(figure, folder / "study_curves.png")
-        plt.close(figure)
+        plots.save(figure, folder / "study_curves.png")
     figure, axes = plt.subplots(1, len(settings), figsize=(1.2 + 3.4 * len(settings), 3.8), constrained_layout=True, squeeze=False)
     for axis, (name, block) in zip(axes[0], settings.items()):
         plot_differences(axis, {v: r for v, r in block["rows"].items() if v in COLOURS}, "mean_reward")
         axis.set_title(f"{name} ({len(block['rows'].get('grpo', {'seeds': []})['seeds'])} seeds)", fontsize=10)
         axis.set_xlabel("mean reward minus GRPO's, 95 %", fontsize=8)
-    save(figure, folder / "study_settings.png")
-    plt.close(figure)
+    plots.save(figure, folder / "study_settings.png")

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import study_claims
+from benchmarks.intervals import cell
 from benchmarks.study_claims import interval
 from benchmarks.study_plan import METHODS, SETTINGS, VARIANTS
 from oar.checkpoint import write_atomically
@@ -106,12 +107,6 @@ def summarise(records: dict) -> dict:
     return {"runs": len(every), "commits": sorted({r["commit"] or "" for r in every}),
             "versions": [dict(v) for v in sorted({tuple(r["versions"].items()) for r in every})],
             "core_hours": round(sum(r["seconds"] for r in every) / 3600, 2), "settings": settings}
-
-
-def cell(value: list, digits: int, sign: str = "") -> str:
-    """[mean, low, high] as text."""
-    mean, low, high = value
-    return f"{mean:{sign}.{digits}f}" + (f" [{low:{sign}.{digits}f}, {high:{sign}.{digits}f}]" if low is not None else "")
 
 
 def tables(summary: dict) -> str:

@@ -18,7 +18,6 @@ Writes benchmarks/results/variance.json.
 """
 import argparse
 import json
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,9 +25,10 @@ import torch
 from tqdm import tqdm
 
 import train
-from benchmarks.study import RUNS, configure, warm_start
+from benchmarks.intervals import cell
+from benchmarks.study import RUNS, configure, train_steps, warm_start
 from benchmarks.study_plan import METHODS, SETTINGS, Job
-from oar import data, gradvar, grpo, models, record
+from oar import data, gradvar, grpo, lab, models, record
 from oar.batch import random_stream
 from oar.checkpoint import write_atomically
 from oar.credit import assign_credit
@@ -50,11 +50,8 @@ def prepare(setting_name: str, steps: int):
     config = configure(Job(setting_name, "grpo", SEED), setting, warm_start(setting_name, setting, RUNS))
     policy = models.load(config.model, torch.device("cpu"))
     examples, _, _ = train.load_examples(config, policy)
-    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    cast, tell = partial(models.autocast, torch.device("cpu"), torch.float32), (lambda what: None)
-    for step in range(1, steps + 1):
-        problems = train.examples_of_step(examples, step, config.prompts_per_step, SEED)
-        train.train_step(policy, None, optimizer, problems, config, step, cast, tell)
+    for _ in train_steps(policy, examples, config, steps):
+        pass
     return policy, config
 
 
@@ -71,8 +68,7 @@ def rollout(policy, config, step: int, split: str = "train"):
 
 def filler_mask(batch, roles) -> torch.Tensor:
     """The nuisance tokens, (B, T) bool."""
-    width = batch.completion_mask.shape[1]
-    return torch.tensor([[role.kind == "filler" for role in row] + [False] * (width - len(row)) for row in roles])
+    return lab.role_mask(roles, batch.completion_mask.shape[1], lambda role: role.kind == "filler")
 
 
 def weigh_fillers(filler: torch.Tensor, mask: torch.Tensor, weight: float, renormalise: bool) -> torch.Tensor:
@@ -183,7 +179,7 @@ def show(policy_name: str, rows: dict, steps: int) -> None:
     heads = " | ".join([*shown.values(), "ESS", "top 10 %", "mass"])
     print(f"\npolicy: {policy_name}; {steps} steps; the first four relative to GRPO\n\n| | {heads} |\n|---|{'---|' * (len(shown) + 3)}")
     for name, row in rows.items():
-        cells = [f"{row[key][0]:.2f} [{row[key][1]:.2f}, {row[key][2]:.2f}]" for key in shown]
+        cells = [cell(row[key], 2) for key in shown]
         cells += [f"{row[key]:.2f}" if key in row else "" for key in ("ess", "top", "mass")]
         print(f"| `{name}` | {' | '.join(cells)} |")
 

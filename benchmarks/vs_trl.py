@@ -32,7 +32,7 @@ def load_problems(policy, count: int) -> list[data.Example]:
     return [data.Example(word_problems.prompt(e.problem), e.answer, e.id) for e in word_problems.examples(count, 0)]
 
 
-def ours(policy, examples: list[data.Example], args) -> dict[str, list[float]]:
+def ours(policy, examples: list[data.Example], args) -> list[tuple[float, int]]:
     """Seconds and tokens of every step; measure.training_step starts each from the same weights."""
     lines = []
     for step in range(args.steps):
@@ -40,11 +40,11 @@ def ours(policy, examples: list[data.Example], args) -> dict[str, list[float]]:
         line = measure.training_step(policy, [policy.tokenizer.encode(e.problem) for e in part], "grpo", group_size=args.group_size,
                                      max_new_tokens=args.max_new_tokens, lr=1e-4, tokens_per_pass=10 ** 9, seed=step,
                                      golds=[e.answer for e in part])
-        lines.append((sum(line[phase] for phase in measure.PHASES), line["tokens"]))
-    return {"seconds": [s for s, _ in lines], "tokens": [n for _, n in lines]}
+        lines.append((line["total"], line["tokens"]))
+    return lines
 
 
-def trl(policy, examples: list[data.Example], args) -> dict[str, list[float]]:
+def trl(policy, examples: list[data.Example], args) -> list[tuple[float, int]]:
     """The same through GRPOTrainer; a step runs from its first token to the optimiser's step."""
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -72,7 +72,7 @@ def trl(policy, examples: list[data.Example], args) -> dict[str, list[float]]:
         trainer = GRPOTrainer(copy.deepcopy(policy.model), reward, config, Dataset.from_list([{"prompt": e.problem, "answer": e.answer} for e in examples]),
                               processing_class=policy.tokenizer, callbacks=[Clock()])
         trainer.train()
-    return {"seconds": seconds, "tokens": tokens}
+    return list(zip(seconds, tokens))
 
 
 def main() -> None:
@@ -95,7 +95,7 @@ def main() -> None:
         for name, run in (("TRL", trl), ("oar", ours)):
             with measure.PeakMemory() as peak:
                 steps = run(policy, examples, args)
-            runs[name] += [{"seconds": s, "tokens": n, "mib": peak.mib} for s, n in list(zip(steps["seconds"], steps["tokens"]))[1:]]
+            runs[name] += [{"seconds": s, "tokens": n, "mib": peak.mib} for s, n in steps[1:]]
     table = {name: {"seconds": statistics.median(s["seconds"] for s in steps), "mib": statistics.median(s["mib"] for s in steps),
                     "tokens per second": sum(s["tokens"] for s in steps) / sum(s["seconds"] for s in steps)} for name, steps in runs.items()}
     print("| | s per step | completion tokens per s | peak MiB | speed against TRL |\n|---|---|---|---|---|")

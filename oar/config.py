@@ -115,12 +115,11 @@ def apply_preset(config: Config, is_lab: bool) -> None:
         raise UserError("--method roles: token roles are known in the lab only")
     check_credit(config)
     positive = ["steps", "prompts_per_step", "max_new_tokens", "temperature", "lr", "inner_epochs", "max_grad_norm", "tokens_per_pass",
-                "save_every", "instructions"]
+                "save_every", "instructions", "max_skipped"]
     not_negative = ["lora_rank", "kl_beta", "weight_decay", "clip_low", "clip_high", "validation_size", "eval_every"]
     checks = [(name, getattr(config, name) > 0, "positive") for name in positive]
     checks += [(name, getattr(config, name) >= 0, "at least 0") for name in not_negative]
     checks += [("group_size", config.group_size >= 2, "at least 2 (advantages compare completions of one problem)")]
-    checks += [("max_skipped", config.max_skipped > 0, "positive")]
     checks += [(name, math.isfinite(value), "finite") for name, value in vars(config).items() if isinstance(value, float)]
     checks += [(name, getattr(config, name) <= most, f"at most {most:,}") for name, most in AT_MOST.items()]
     for name, fine, want in checks:

@@ -3,7 +3,7 @@
     weights   = reshape(importance)                          grpo: all ones
     A_t       = w_t * A_i                                    entropy_bonus and ktae shape the advantage itself
 """
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from oar import baselines, gradnoise, lab, perturb, total, totalgrad
 from oar.batch import Batch
 from oar.errors import UserError
+from oar.flags import flag
 from oar.models import Policy
 from oar.probe import FORCED_CONCLUSION, build_probe, reasoning_mask, segment
 from oar.reshape import reshape
@@ -21,17 +22,17 @@ METHODS = ("grpo", "oar_p", "oar_g", "oar_f", "oar_t", "oar_tg", "random", "entr
 @dataclass
 class CreditConfig:
     """How credit is spread over the tokens of a completion."""
-    method: Literal[METHODS] = field(default="oar_g", metadata={"help": "Credit assignment (README: table of methods)."})
-    probe: Literal["last", "answer_mean", "answer_joint"] = field(default="answer_mean", metadata={"help": "What counts as the outcome."})
-    perturb: Literal["auto", "mask", "resample", "other"] = field(default="auto", metadata={"help": "OAR-P, oar_t: what replaces a token; other: the policy's best other token (auto: mask for OAR-P, other for oar_t)."})
-    noise_std: float = field(default=1e-3, metadata={"help": "OAR-G: standard deviation of the embedding noise."})
-    noise_draws: int = field(default=1, metadata={"help": "OAR-G, oar_tg: random draws whose scores are averaged."})
-    fisher_samples: int = field(default=1, metadata={"help": "oar_f: outcomes sampled per completion (1 to 8 rank alike in the lab)."})
-    gate: Literal["both", "boost_only", "suppress_only"] = field(default="both", metadata={"help": "Which half of the gate acts."})
-    threshold: float = field(default=0.25, metadata={"help": "Quantile of the scores that separates suppressed from boosted tokens."})
-    boost: float = field(default=1.0, metadata={"help": "Extra weight of the most important token, before renormalising (paper: beta)."})
-    floor: float = field(default=0.1, metadata={"help": "Least weight of a suppressed token, before renormalising."})
-    renormalise: bool = field(default=True, metadata={"help": "Scale the weights so that a completion keeps its advantage mass."})
+    method: Literal[METHODS] = flag("oar_g", "Credit assignment (README: table of methods).")
+    probe: Literal["last", "answer_mean", "answer_joint"] = flag("answer_mean", "What counts as the outcome.")
+    perturb: Literal["auto", "mask", "resample", "other"] = flag("auto", "OAR-P, oar_t: what replaces a token; other: the policy's best other token (auto: mask for OAR-P, other for oar_t).")
+    noise_std: float = flag(1e-3, "OAR-G: standard deviation of the embedding noise.")
+    noise_draws: int = flag(1, "OAR-G, oar_tg: random draws whose scores are averaged.")
+    fisher_samples: int = flag(1, "oar_f: outcomes sampled per completion (1 to 8 rank alike in the lab).")
+    gate: Literal["both", "boost_only", "suppress_only"] = flag("both", "Which half of the gate acts.")
+    threshold: float = flag(0.25, "Quantile of the scores that separates suppressed from boosted tokens.")
+    boost: float = flag(1.0, "Extra weight of the most important token, before renormalising (paper: beta).")
+    floor: float = flag(0.1, "Least weight of a suppressed token, before renormalising.")
+    renormalise: bool = flag(True, "Scale the weights so that a completion keeps its advantage mass.")
 
 
 def check_credit(config: CreditConfig) -> None:
@@ -70,8 +71,7 @@ def score_importance(policy: Policy, batch: Batch, segments, config: CreditConfi
     if method == "entropy":
         return batch.entropy * mask
     if method == "roles":
-        pivotal = [[float(role.matters) for role in row] + [0.0] * (mask.shape[1] - len(row)) for row in roles]
-        return torch.tensor(pivotal, device=mask.device) * mask
+        return (lab.role_mask(roles, mask.shape[1], lambda role: role.matters).to(mask.device) & mask).float()
 
     conclusion = lab.CONCLUSION if policy.is_lab else FORCED_CONCLUSION
     forced_ids = tokenizer.encode(conclusion, add_special_tokens=False)

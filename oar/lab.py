@@ -187,6 +187,12 @@ def label_tokens(problem: Problem, words: list[str]) -> list[TokenRole]:
     return [TokenRole(kind, step, kind in ("operand", "result") and matter.get(step, False)) for kind, step in roles]
 
 
+def role_mask(roles: list[list[TokenRole]], width: int, wanted):
+    """Where `wanted(role)` is true: roles of each completion's tokens -> (B, width) bool, False behind their end."""
+    import torch
+    return torch.tensor([[wanted(role) for role in row] + [False] * (width - len(row)) for row in roles])
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # tokenizer and warm-start policy
 

@@ -19,7 +19,7 @@ from oar.cache import prefix_cache
 from oar.probe import LOGIT_FLOOR, Probe, divergence, forced_targets, outcome, probe_logits
 from oar.rollout import pick_tokens
 
-LOGITS_AT_ONCE = 2 ** 28     # numbers (1 GiB in float32) where every position's logits are needed
+EDIT_LOGITS = 2 ** 28     # numbers (1 GiB in float32): positions x V whose edits are drawn together
 ENOUGH = 8     # disturbed sequences that keep a device busy
 
 
@@ -148,7 +148,7 @@ def resample_edits(model, probe: Probe, temperature: float, generator: torch.Gen
         picked, _, _ = pick_tokens(logits, uniforms[rows][mask], temperature, top_p=1.0)
         edits[rows] = own[rows].masked_scatter(mask, picked)
 
-    budget = min(token_budget, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)      # every position's logits
+    budget = min(token_budget, EDIT_LOGITS // model.config.get_text_config().vocab_size)
     with eval_mode(model):
         for_chunks([probe.ids.shape[1]] * len(own), budget, edit_rows)
     return edits

@@ -39,7 +39,13 @@ def training_curves(records: list[dict], title: str, path: Path) -> None:
         axis.set_xlabel("step", fontsize=8, loc="right", labelpad=-2)
         axis.grid(alpha=0.25)
     figure.suptitle(title, fontsize=11)
+    save(figure, path)
+
+
+def save(figure, path: Path, dpi: int = 110) -> None:
+    """Write a figure as PNG, whole or not at all, and close it."""
+    import matplotlib.pyplot as plt
     temporary = path.with_name(path.name + ".tmp")
-    figure.savefig(temporary, format="png", dpi=110)
+    figure.savefig(temporary, format="png", dpi=dpi)
     plt.close(figure)
     temporary.replace(path)

@@ -2,8 +2,6 @@
 import math
 from pathlib import Path
 
-import torch
-
 from oar import checkpoint, lab, metrics
 
 
@@ -24,8 +22,8 @@ def describe(batch, rewards, advantages, credit, roles, group_size: int) -> dict
               "ess_ratio": metrics.ess_ratio(credit.weights, reasoning), "top10_mass": metrics.top_mass(credit.token_advantages, mask)}
     if roles:
         for name, kinds in (("filler", ["filler"]), ("pivotal", ["operand", "result"])):
-            rows = [[role.kind in kinds for role in row] + [False] * (mask.shape[1] - len(row)) for row in roles]
-            numbers[f"entropy_{name}"] = metrics.masked_mean(batch.entropy, torch.tensor(rows, device=mask.device))
+            at = lab.role_mask(roles, mask.shape[1], lambda role: role.kind in kinds).to(mask.device)
+            numbers[f"entropy_{name}"] = metrics.masked_mean(batch.entropy, at)
     return numbers
 
 
