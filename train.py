@@ -209,7 +209,7 @@ def train(config: Config, session: Session, run: Path, stopping) -> None:
         bar.set_postfix_str(record.postfix(line))
         bar.update()
         if line["skipped"]:
-            bar.write(f"step {step}: its {line['skipped']} is not finite; the step changed nothing and is skipped")
+            bar.write(f"step {step}: its {line['skipped']} is not finite; skipped, and the weights stay as they were before it")
         if give_up:
             raise UserError(f"the {line['skipped']} was not finite in {skips} steps in a row (--max-skipped); the state before them is saved in {run}")
         if stop and not last_step:

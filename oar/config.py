@@ -104,6 +104,10 @@ def parse_config(argv: list[str], description: str) -> tuple[Config, Session, Pa
 
 def apply_preset(config: Config, is_lab: bool) -> None:
     """Fill in the flags left at None, then check every range."""
+    if config.validation_size == 0:
+        if config.eval_every:
+            raise UserError(f"--eval-every {config.eval_every} with --validation-size 0: there is nothing to validate on")
+        config.eval_every = 0
     for name, value in PRESETS["lab" if is_lab else "real"].items():
         if getattr(config, name) is None:
             setattr(config, name, value)

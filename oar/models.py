@@ -62,7 +62,7 @@ def load(name: str, device: torch.device, trust_remote_code: bool = False, quiet
     """
     source, options = locate(name)
     if base := lora.base_of(source):
-        policy = load(base, device, trust_remote_code)
+        policy = load(base, device, trust_remote_code, quiet)
         return policy._replace(model=lora.merge(policy.model, source).eval())
     transformers.utils.logging.disable_progress_bar()
     if quiet and options:
