@@ -153,36 +153,45 @@ def main() -> None:
         train(config, session, run, stopping)
 
 
+def build(config: Config, session: Session, last: Path | None, device: torch.device) -> tuple:
+    """(policy, ref_model or None, optimizer, steps done): as they start, or as the checkpoint `last` holds them; fills in the preset."""
+    load = partial(models.load, device=device, trust_remote_code=config.trust_remote_code, quiet=session.quiet)
+    policy = load(str(last if last and not config.lora_rank else config.model))
+    if config.lora_rank:
+        lora.attach(policy.model, config.lora_rank, config.model, config.seed, last)
+    apply_preset(config, policy.is_lab)
+    ref_model = load(config.model).model.requires_grad_(False) if config.kl_beta else None
+    if config.gradient_checkpointing:
+        policy.model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    optimizer = make_optimizer(config.optimizer, policy.model, config.lr, config.weight_decay)
+    return policy, ref_model, optimizer, checkpoint.restore_optimizer(last, optimizer) if last else 0
+
+
+def announce(config: Config, run: Path, policy: models.Policy, examples: list[data.Example], note: str, dtype: torch.dtype, cast) -> None:
+    """Say what will be trained on what, and the memory it will take."""
+    device, parameters = policy.model.device, sum(p.numel() for p in policy.model.parameters())
+    print(f"{config.method} on {config.model} ({parameters / 1e6:.1f} M parameters, {device}, {dtype} compute over float32 weights), {note}\n"
+          f"{config.steps} steps of {config.prompts_per_step} x {config.group_size} completions of up to {config.max_new_tokens} tokens, "
+          f"lr {config.lr:g}, seed {config.seed}; run folder {run}")
+    prompt_tokens = max(len(data.encode_prompt(policy, e.problem)) for e in examples[:64])
+    planned = memory.plan(policy.model, config, prompt_tokens, cast, dtype.itemsize)
+    print(memory.describe(planned, memory.available_bytes(device)), flush=True)
+
+
 def train(config: Config, session: Session, run: Path, stopping) -> None:
     """A run, or the rest of it, in a folder that is ours alone; `stopping()` is the number of a signal that asks to stop, or 0."""
-    say = (lambda *text: None) if session.quiet else partial(print, flush=True)
     device = models.pick_device(config.device)
     dtype = models.pick_dtype(config.dtype, device)
     cast = partial(models.autocast, device, dtype)
     last = checkpoint.latest_checkpoint(run) if session.resume else None
-    policy = models.load(str(last if last and not config.lora_rank else config.model), device, config.trust_remote_code, session.quiet)
-    if config.lora_rank:
-        lora.attach(policy.model, config.lora_rank, config.model, config.seed, last)
-    apply_preset(config, policy.is_lab)
+    policy, ref_model, optimizer, done = build(config, session, last, device)
     examples, held_out, note = load_examples(config, policy)
-    ref_model = models.load(config.model, device, config.trust_remote_code, session.quiet).model.requires_grad_(False) if config.kl_beta else None
-    if config.gradient_checkpointing:
-        policy.model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-    optimizer = make_optimizer(config.optimizer, policy.model, config.lr, config.weight_decay)
-    done = checkpoint.restore_optimizer(last, optimizer) if last else 0
 
     checkpoint.write_atomically(run / "config.json", json.dumps(dataclasses.asdict(config), indent=2) + "\n")
     for name in ("metrics.jsonl", "samples.jsonl"):
         checkpoint.cut_records(run / name, done if last else -1)
-    parameters = sum(p.numel() for p in policy.model.parameters())
-    say(f"{config.method} on {config.model} ({parameters / 1e6:.1f} M parameters, {device}, {dtype} compute over float32 weights), {note}")
-    say(f"{config.steps} steps of {config.prompts_per_step} x {config.group_size} completions of up to {config.max_new_tokens} tokens, "
-        f"lr {config.lr:g}, seed {config.seed}; run folder {run}" + (f"; resumed after step {done}" if last else ""))
-
     if not session.quiet:
-        prompt_tokens = max(len(data.encode_prompt(policy, e.problem)) for e in examples[:64])
-        say(memory.describe(memory.plan(policy.model, config, prompt_tokens, cast, dtype.itemsize), memory.available_bytes(device)))
-
+        announce(config, run, policy, examples, f"{note}; resumed after step {done}" if last else note, dtype, cast)
     bar = tqdm(total=config.steps, initial=done, unit="step", miniters=0, disable=session.quiet, dynamic_ncols=True)
 
     def tell(what: str) -> None:                     # the bar says what it is doing, drawn at its own pace
@@ -208,17 +217,20 @@ def train(config: Config, session: Session, run: Path, stopping) -> None:
             checkpoint.save_checkpoint(run, step, policy.model, policy.tokenizer, optimizer)
         bar.set_postfix_str(record.postfix(line))
         bar.update()
-        if line["skipped"]:
-            bar.write(f"step {step}: its {line['skipped']} is not finite; skipped, and the weights stay as they were before it")
+        for text in record.remarks(line, config.max_new_tokens):
+            bar.write(text)
         if give_up:
             raise UserError(f"the {line['skipped']} was not finite in {skips} steps in a row (--max-skipped); the state before them is saved in {run}")
         if stop and not last_step:
             bar.close()
             interrupt.leave(stop, step, config.steps, run)
-        if line["truncated_share"] == 1:
-            bar.write(f"step {step}: every completion was cut at --max-new-tokens {config.max_new_tokens}; none could end by itself")
     bar.close()
+    report(config, session, run)
 
+
+def report(config: Config, session: Session, run: Path) -> None:
+    """The finished run's picture and its last words."""
+    say = (lambda *text: None) if session.quiet else partial(print, flush=True)
     records = checkpoint.read_records(run / "metrics.jsonl")
     with checkpoint.writing(run / "curves.png"):
         plots.training_curves(records, f"{config.method} on {config.model}, seed {config.seed}", run / "curves.png")

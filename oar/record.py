@@ -46,6 +46,16 @@ def postfix(line: dict) -> str:
                      for name, form in (("reward", ".2f"), ("length", ".0f"), ("entropy", ".2f")))
 
 
+def remarks(line: dict, max_new_tokens: int) -> list[str]:
+    """What a user should hear about a step at once."""
+    said = []
+    if line["skipped"]:
+        said.append(f"step {line['step']}: its {line['skipped']} is not finite; skipped, and the weights stay as they were before it")
+    if line["truncated_share"] == 1:
+        said.append(f"step {line['step']}: every completion was cut at --max-new-tokens {max_new_tokens}; none could end by itself")
+    return said
+
+
 def describe_samples(policy, batch, owners, rewards, advantages, credit, step: int) -> list[dict]:
     """The best and the worst completion of the step with their per-token weights."""
     rows = sorted({int(rewards.nan_to_num(nan=-math.inf).argmax()), int(rewards.nan_to_num(nan=math.inf).argmin())})

@@ -182,8 +182,8 @@ def test_many_in_a_row_stop_the_run_with_its_state(tmp_path, monkeypatch):
 def test_a_policy_of_nan_is_skipped_not_crashed(tmp_path, monkeypatch):
     real = models.load
 
-    def broken(*args):
-        policy = real(*args)
+    def broken(*args, **kwargs):
+        policy = real(*args, **kwargs)
         policy.model.get_input_embeddings().weight.data.fill_(NAN)
         return policy
 

@@ -90,7 +90,7 @@ def test_resume_refuses_a_changed_config(tmp_path):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_trains(tmp_path, method):
-    last = records(run(tmp_path, "--method", method, "--steps", "1", "--validation-size", "0"))[-1]
+    last = records(run(tmp_path, "--method", method, "--steps", "1", "--validation-size", "0", "--eval-every", "0"))[-1]
     assert last["grad_norm"] > 0
     if method in ("grpo", "entropy_bonus", "ktae"):
         assert last["ess_ratio"] == pytest.approx(1)
@@ -103,7 +103,7 @@ def test_every_method_trains(tmp_path, method):
     ["--dtype", "bfloat16", "--method", "oar_p"], ["--gradient-checkpointing", "--method", "oar_f"], ["--perturb", "resample", "--method", "oar_p"],
     ["--gate", "boost_only", "--no-renormalise"], ["--temperature", "0.7", "--probe", "answer_joint", "--method", "oar_p"], ["--instructions", "2"]])
 def test_options_run(tmp_path, extra):
-    last = records(run(tmp_path, "--steps", "2", "--validation-size", "0", *extra))[-1]
+    last = records(run(tmp_path, "--steps", "2", "--validation-size", "0", "--eval-every", "0", *extra))[-1]
     assert last["step"] == 2 and 0 <= last["grad_norm"] < 100
     if "--instructions" not in extra:                # two instructions are easy: their groups may be all right
         assert last["grad_norm"] > 0
@@ -130,7 +130,7 @@ def test_gradient_checkpointing_changes_nothing(tmp_path):
 
 def test_a_step_with_nothing_to_learn_runs(tmp_path):
     # one token is never enough for an answer: every reward is 0, every group uninformative
-    folder = run(tmp_path, "--max-new-tokens", "1", "--steps", "1", "--validation-size", "0")
+    folder = run(tmp_path, "--max-new-tokens", "1", "--steps", "1", "--validation-size", "0", "--eval-every", "0")
     last = records(folder)[-1]
     assert last["reward"] == 0 and last["informative_share"] == 0 and last["truncated_share"] == 1 and last["grad_norm"] == 0
     start = models.load("lab", torch.device("cpu")).model.state_dict()
