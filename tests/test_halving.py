@@ -89,8 +89,8 @@ def test_a_training_step_on_a_small_device(tmp_path, monkeypatch, phase, method,
     """Whichever phase runs out: the same step, up to rounding, with every completion, and the record says so."""
     real, lines = models.load, []
     for small in (False, True):
-        def load(*args):
-            policy = real(*args)
+        def load(*args, **kwargs):
+            policy = real(*args, **kwargs)
             if small:
                 small_device(policy.model if phase != "attribution" or method not in ("oar_t", "oar_tg") else policy.model.base_model, 3, phase)
             return policy
