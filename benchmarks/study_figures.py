@@ -52,7 +52,8 @@ def draw(summary: dict, folder: Path) -> None:
             if axis.has_data():
                 axis.legend(fontsize=7, ncol=2)
         seeds = [len(r["seeds"]) for v, r in settings["main"]["rows"].items() if v in COLOURS]
-        figure.suptitle(f"main setting, {min(seeds)} to {max(seeds)} seeds; band: 1.96 standard errors", fontsize=11)
+        count = " to ".join(map(str, sorted({min(seeds), max(seeds)})))
+        figure.suptitle(f"main setting, {count} seeds; band: 1.96 standard errors", fontsize=11)
         plots.save(figure, folder / "study_curves.png")
     figure, axes = plt.subplots(1, len(settings), figsize=(1.2 + 3.4 * len(settings), 3.8), constrained_layout=True, squeeze=False)
     for axis, (name, block) in zip(axes[0], settings.items()):
