@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.intervals import cell
 
-RESAMPLES, MIN_SEEDS = 10000, 4
+RESAMPLES, MIN_SEEDS = 10000, 8
 NOTHING = 0.01        # mean reward: about the spread between two seeds of one method
 START, END = "<!-- claims: written by python -m benchmarks.study --report -->", "<!-- end of claims -->"
 

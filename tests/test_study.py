@@ -169,18 +169,18 @@ def test_numbers_by_hand():
 
 
 def test_interval_needs_seeds_and_holds_the_mean():
-    assert study_claims.interval([]) == [None, None, None] and study_claims.interval([1, 2, 3]) == [2.0, None, None]
-    mean, low, high = study_claims.interval([1.0, 2, 3, 4])
-    assert mean == 2.5 and 1 <= low < 2.5 < high <= 4
-    assert study_claims.interval([0.5] * 6) == [0.5, 0.5, 0.5]
+    assert study_claims.interval([]) == [None, None, None] and study_claims.interval(range(1, 8)) == [4.0, None, None]
+    mean, low, high = study_claims.interval(range(1, 9))
+    assert mean == 4.5 and 1 <= low < 4.5 < high <= 8
+    assert study_claims.interval([0.5] * 9) == [0.5, 0.5, 0.5]
 
 
 def test_differences_are_paired_by_seed():
     """a is always 0.1 above b although both vary; a seed that only one has is left out."""
-    a = {s: {n: s + 0.1 for n in study_report.COLUMNS} for s in range(6)}
-    b = {s: {n: float(s) for n in study_report.COLUMNS} for s in range(1, 9)}
+    a = {s: {n: s + 0.1 for n in study_report.COLUMNS} for s in range(9)}
+    b = {s: {n: float(s) for n in study_report.COLUMNS} for s in range(1, 12)}
     difference = study_report.paired(a, b)
-    assert difference["seeds"] == 5 and difference["mean_reward"] == [0.1, 0.1, 0.1]
+    assert difference["seeds"] == 8 and difference["mean_reward"] == [0.1, 0.1, 0.1]
     assert study_report.paired(a, {}) is None
 
 
@@ -198,7 +198,7 @@ def test_a_claim_is_as_good_as_its_weakest_part():
 
 def test_report_from_partial_results(tmp_path, monkeypatch, capsys):
     rng = np.random.default_rng(0)
-    for variant, gain, seeds in (("grpo", 0, 6), ("oar_p", 0.1, 5), ("roles", 0.2, 2), ("oar_tg", 0.1, 4), ("oar_tg threshold=0.9", -0.1, 4)):
+    for variant, gain, seeds in (("grpo", 0, 9), ("oar_p", 0.1, 8), ("roles", 0.2, 2), ("oar_tg", 0.1, 8), ("oar_tg threshold=0.9", -0.1, 8)):
         for seed in range(seeds):
             record = fake(variant, seed, np.clip(0.3 + gain + 0.001 * seed + rng.normal(0, 0.001, 40), 0, 1).tolist())
             path = study.path_of(tmp_path, Job("main", variant, seed))
@@ -211,7 +211,7 @@ def test_report_from_partial_results(tmp_path, monkeypatch, capsys):
     study_report.main(tmp_path)
     summary = json.loads((tmp_path / "study.json").read_text())
     rows = summary["settings"]["main"]["rows"]
-    assert summary["runs"] == 21 and rows["oar_p"]["to_grpo"]["seeds"] == 5 and rows["oar_p"]["to_grpo"]["mean_reward"][0] == pytest.approx(0.1, abs=0.002)
+    assert summary["runs"] == 35 and rows["oar_p"]["to_grpo"]["seeds"] == 8 and rows["oar_p"]["to_grpo"]["mean_reward"][0] == pytest.approx(0.1, abs=0.002)
     assert rows["oar_tg threshold=0.9"]["to_own"]["mean_reward"][0] == pytest.approx(-0.2, abs=0.002)
     verdicts = {c["claim"]: c["verdict"] for c in summary["claims"]}
     assert verdicts["OAR-P learns faster than GRPO"] == "holds" and verdicts["Credit on the pivotal tokens helps at all (the known roles against GRPO)"] == "not measured"
@@ -219,7 +219,7 @@ def test_report_from_partial_results(tmp_path, monkeypatch, capsys):
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "stale" not in text and study_claims.table(summary["claims"]) in text
     assert study_claims.put_into(text, study_claims.table(summary["claims"])) == text and study_claims.put_into("plain", "x") == "plain"
     assert (tmp_path / "study_curves.png").read_bytes()[:4] == (tmp_path / "study_settings.png").read_bytes()[:4] == b"\x89PNG"
-    assert "| `oar_p` | 5 |" in capsys.readouterr().out
+    assert "| `oar_p` | 8 |" in capsys.readouterr().out
 
 
 def test_report_without_runs_says_so(tmp_path):
