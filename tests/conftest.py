@@ -1,5 +1,6 @@
 """Tiny random models of three families and hand-made batches: every test runs on a CPU without a download."""
 import random
+import signal
 import sys
 from pathlib import Path
 
@@ -13,6 +14,9 @@ sys.path.insert(0, str(ROOT))
 from oar import lab                                    # noqa: E402
 from oar.batch import Batch, pad                       # noqa: E402
 from oar.models import Policy                          # noqa: E402
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts background jobs so, and children inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHARED = ROOT.parent / "shared"
 FAMILIES = ("gpt2", "llama", "qwen2")
