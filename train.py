@@ -153,18 +153,25 @@ def main() -> None:
         train(config, session, run, stopping)
 
 
-def build(config: Config, session: Session, last: Path | None, device: torch.device) -> tuple:
-    """(policy, ref_model or None, optimizer, steps done): as they start, or as the checkpoint `last` holds them; fills in the preset."""
-    load = partial(models.load, device=device, trust_remote_code=config.trust_remote_code, quiet=session.quiet)
-    policy = load(str(last if last and not config.lora_rank else config.model))
+def load_policy(config: Config, session: Session, last: Path | None, device: torch.device) -> models.Policy:
+    """The policy as it starts, or as the checkpoint `last` holds it; also fills in the preset, which depends on it."""
+    source = str(last if last and not config.lora_rank else config.model)
+    policy = models.load(source, device, config.trust_remote_code, session.quiet)
     if config.lora_rank:
         lora.attach(policy.model, config.lora_rank, config.model, config.seed, last)
     apply_preset(config, policy.is_lab)
-    ref_model = load(config.model).model.requires_grad_(False) if config.kl_beta else None
+    return policy
+
+
+def prepare_update(config: Config, session: Session, policy: models.Policy, last: Path | None) -> tuple:
+    """(ref_model or None, optimizer, steps done): what an update needs besides the policy."""
+    ref_model = None
+    if config.kl_beta:
+        ref_model = models.load(config.model, policy.model.device, config.trust_remote_code, session.quiet).model.requires_grad_(False)
     if config.gradient_checkpointing:
         policy.model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     optimizer = make_optimizer(config.optimizer, policy.model, config.lr, config.weight_decay)
-    return policy, ref_model, optimizer, checkpoint.restore_optimizer(last, optimizer) if last else 0
+    return ref_model, optimizer, checkpoint.restore_optimizer(last, optimizer) if last else 0
 
 
 def announce(config: Config, run: Path, policy: models.Policy, examples: list[data.Example], note: str, dtype: torch.dtype, cast) -> None:
@@ -184,8 +191,9 @@ def train(config: Config, session: Session, run: Path, stopping) -> None:
     dtype = models.pick_dtype(config.dtype, device)
     cast = partial(models.autocast, device, dtype)
     last = checkpoint.latest_checkpoint(run) if session.resume else None
-    policy, ref_model, optimizer, done = build(config, session, last, device)
+    policy = load_policy(config, session, last, device)
     examples, held_out, note = load_examples(config, policy)
+    ref_model, optimizer, done = prepare_update(config, session, policy, last)
 
     checkpoint.write_atomically(run / "config.json", json.dumps(dataclasses.asdict(config), indent=2) + "\n")
     for name in ("metrics.jsonl", "samples.jsonl"):
@@ -230,13 +238,13 @@ def train(config: Config, session: Session, run: Path, stopping) -> None:
 
 def report(config: Config, session: Session, run: Path) -> None:
     """The finished run's picture and its last words."""
-    say = (lambda *text: None) if session.quiet else partial(print, flush=True)
     records = checkpoint.read_records(run / "metrics.jsonl")
     with checkpoint.writing(run / "curves.png"):
         plots.training_curves(records, f"{config.method} on {config.model}, seed {config.seed}", run / "curves.png")
-    record.summarise(records, say)
-    say(f"run folder  {run}   (curves.png, metrics.jsonl, samples.jsonl, checkpoints/)\n"
-        f"try next    python evaluate.py --model {run} --data {config.data}")
+    if not session.quiet:
+        record.summarise(records)
+        print(f"run folder  {run}   (curves.png, metrics.jsonl, samples.jsonl, checkpoints/)\n"
+              f"try next    python evaluate.py --model {run} --data {config.data}")
 
 
 if __name__ == "__main__":

@@ -66,21 +66,21 @@ def describe_samples(policy, batch, owners, rewards, advantages, credit, step: i
              "importance": [float(f"{s:.4g}") for s in credit.importance[row][batch.completion_mask[row]].tolist()]}) for row in rows]
 
 
-def summarise(records: list[dict], say) -> None:
-    """The last table: accuracy before and after, time split, memory."""
+def summarise(records: list[dict]) -> None:
+    """Print the last table: accuracy before and after, time split, memory."""
     steps = [r for r in records if "reward" in r]
     first, last = records[0], records[-1]
-    say(f"\n{'validation accuracy':<22}{'before':>8}{'after':>8}")
+    print(f"\n{'validation accuracy':<22}{'before':>8}{'after':>8}")
     for name in ("greedy", "sampled"):
         if f"validation_{name}" in first and f"validation_{name}" in last:
-            say(f"{name:<22}{first[f'validation_{name}']:>8.3f}{last[f'validation_{name}']:>8.3f}")
+            print(f"{name:<22}{first[f'validation_{name}']:>8.3f}{last[f'validation_{name}']:>8.3f}")
     rewards = [r["reward"] for r in steps if r["reward"] is not None]
-    say(f"{'training reward':<22}{rewards[0]:>8.3f}{rewards[-1]:>8.3f}" if rewards else "no completion of this run had a reward")
+    print(f"{'training reward':<22}{rewards[0]:>8.3f}{rewards[-1]:>8.3f}" if rewards else "no completion of this run had a reward")
     for name, what in (("skipped", "steps skipped for a number that is not finite"), ("dropped", "completions without a reward, left out"),
                        ("memory_halvings", "halvings of a budget, for lack of memory")):
         count = sum(1 if isinstance(r.get(name), str) else r.get(name) or 0 for r in steps)
         if count:
-            say(f"{count} {what}")
+            print(f"{count} {what}")
     total = {p: sum(r[f"seconds_{p}"] for r in steps) for p in ("rollout", "attribution", "update")}
-    say("time per step          " + ", ".join(f"{p} {t / len(steps):.2f} s ({t / sum(total.values()):.0%})" for p, t in total.items()))
-    say(f"peak memory            {max(r['memory_mb'] for r in steps):.0f} MiB")
+    print("time per step          " + ", ".join(f"{p} {t / len(steps):.2f} s ({t / sum(total.values()):.0%})" for p, t in total.items()))
+    print(f"peak memory            {max(r['memory_mb'] for r in steps):.0f} MiB")
