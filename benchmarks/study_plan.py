@@ -45,7 +45,7 @@ class Setting(NamedTuple):
 
 SETTINGS = {
     "main": Setting(seeds=16),
-    "nuisance": Setting(fillers=16, sloppiness=0.35, prompts_per_step=8, group_size=2),      # mostly filler, small groups, rare success
+    "nuisance": Setting(fillers=16, sloppiness=0.25, prompts_per_step=8, group_size=2),      # mostly filler, small groups, rarer success
     "small": Setting(hidden=64),                                                             # a quarter of the parameters
     "long6": Setting(instructions=6),
     "long8": Setting(instructions=8),
