@@ -49,12 +49,12 @@ CURVES = ("reward", "entropy", "entropy_filler", "entropy_pivotal", "ess_ratio",
 
 def warm_start(name: str, setting: Setting, out: Path) -> str:
     """The setting's policy: the lab's own where it fits, else one that is built once and kept under `out`."""
-    if (setting.instructions, setting.fillers, setting.sloppiness, setting.hidden) == Setting()[:4]:
+    if (setting.instructions, setting.fillers, setting.sloppiness, setting.hidden, setting.warm_steps) == Setting()[:5]:
         return "lab"
     folder = out / "warm_starts" / name
     if not folder.exists():
         temporary = folder.with_name(f"{name}.{os.getpid()}.tmp")
-        lab.rebuild(temporary, setting.instructions, setting.fillers, setting.sloppiness, steps=1000, hidden=setting.hidden, layers=3)
+        lab.rebuild(temporary, setting.instructions, setting.fillers, setting.sloppiness, setting.warm_steps, setting.hidden, layers=3)
         try:
             temporary.rename(folder)
         except OSError:                              # another process was faster
@@ -110,9 +110,9 @@ def commit() -> str | None:
 
 
 def path_of(out: Path, job: Job, lr: float | None = None) -> Path:
-    """Where a run's record goes."""
+    """Where a run's record goes; `lr` is given while choosing it, and those runs are none of the study's."""
     name = f"{job.variant} lr={lr:g}" if lr else job.variant
-    return out / job.setting / f"{name.replace(', ', '+').replace(' ', '_')}-{job.seed}.json"
+    return (out / "choice" if lr else out) / job.setting / f"{name.replace(', ', '+').replace(' ', '_')}-{job.seed}.json"
 
 
 def run_once(out: Path, job: Job, setting: Setting, lr: float | None = None) -> dict:
@@ -149,7 +149,7 @@ def choose(name: str, out: Path, shard: int, shards: int) -> None:
     """Run GRPO on the seeds set aside and apply the rule; writes the setting's entry of study_choice.json."""
     setting, tables = SETTINGS[name], {}
     rates = LEARNING_RATES if name == "main" else (SETTINGS["main"].lr,)
-    records = {(lr, seed): run_once(out / "choice", Job(name, "grpo", seed), setting, lr)
+    records = {(lr, seed): run_once(out, Job(name, "grpo", seed), setting, lr)
                for lr in rates for seed in CHOICE_SEEDS if (seed + rates.index(lr)) % shards == shard}
     if shards > 1:
         return print(f"shard {shard} of {shards} is done; run --choose {name} without --shard for the table")

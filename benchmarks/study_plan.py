@@ -30,6 +30,7 @@ class Setting(NamedTuple):
     fillers: int = lab.FILLERS
     sloppiness: float = lab.SLOPPINESS
     hidden: int = 128
+    warm_steps: int = 1000
     prompts_per_step: int = 4
     group_size: int = 4
     steps: int = 60
@@ -46,7 +47,7 @@ class Setting(NamedTuple):
 SETTINGS = {
     "main": Setting(seeds=16),
     "nuisance": Setting(fillers=16, sloppiness=0.25, prompts_per_step=8, group_size=2),      # mostly filler, small groups, rarer success
-    "small": Setting(hidden=64),                                                             # a quarter of the parameters
+    "small": Setting(hidden=64, warm_steps=3000),                                            # a quarter of the parameters
     "long6": Setting(instructions=6),
     "long8": Setting(instructions=8),
 }
