@@ -130,11 +130,11 @@ def test_warm_start_is_built_once(tmp_path, monkeypatch):
     built = []
     def rebuild(folder, *settings, **more):
         folder.mkdir(parents=True)
-        built.append((*settings, more["hidden"]))
+        built.append(settings)
     monkeypatch.setattr(study.lab, "rebuild", rebuild)
     assert study.warm_start("main", SETTINGS["main"], tmp_path) == "lab" and not built          # the lab's own policy fits
     folders = {study.warm_start("long8", SETTINGS["long8"], tmp_path) for _ in range(2)}
-    assert folders == {str(tmp_path / "warm_starts" / "long8")} and built == [(8, lab.FILLERS, lab.SLOPPINESS, 128)]
+    assert folders == {str(tmp_path / "warm_starts" / "long8")} and built == [(8, lab.FILLERS, lab.SLOPPINESS, 1000, 128)]
     assert [p.name for p in (tmp_path / "warm_starts").iterdir()] == ["long8"]
 
 
@@ -278,3 +278,8 @@ def test_variance_on_the_lab():
     assert tables["grpo"]["ess"] == pytest.approx(1) and tables["roles"]["ess"] < 1 and abs(tables["roles"]["mass"]) < 1e-3 < tables["entropy_bonus"]["mass"]
     assert torch.allclose(tables["filler w=0.5, kept"]["filler"], 0.25 * tables["grpo"]["filler"], rtol=1e-3, atol=1e-9)
     assert torch.allclose(tables["grpo"]["own"], tables["grpo"]["grpo"])
+
+
+def test_runs_that_choose_stay_apart_from_the_study(tmp_path):
+    job = Job("small", "grpo", 1000)
+    assert study.path_of(tmp_path, job, 1e-4).parent == tmp_path / "choice" / "small" and study.path_of(tmp_path, job).parent == tmp_path / "small"
