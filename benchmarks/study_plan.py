@@ -49,7 +49,7 @@ SETTINGS = {
     "nuisance": Setting(fillers=16, sloppiness=0.25, prompts_per_step=8, group_size=2, target=0.4),      # mostly filler, small groups, rarer success
     "small": Setting(hidden=64, warm_steps=3000),                                            # a quarter of the parameters
     "long6": Setting(instructions=6),
-    "long8": Setting(instructions=8),
+    "long8": Setting(instructions=8, target=0.6),
 }
 
 METHODS = ("grpo", "random", "entropy", "entropy_bonus", "ktae", "oar_g", "oar_f", "oar_p", "oar_t", "oar_tg", "roles", "inverted")
