@@ -47,7 +47,7 @@ class Setting(NamedTuple):
 SETTINGS = {
     "main": Setting(seeds=16),
     "nuisance": Setting(fillers=16, sloppiness=0.25, prompts_per_step=8, group_size=2, target=0.4),      # mostly filler, small groups, rarer success
-    "small": Setting(hidden=64, warm_steps=3000),                                            # a quarter of the parameters
+    "small": Setting(hidden=64, warm_steps=3000, target=0.6),                                            # a quarter of the parameters
     "long6": Setting(instructions=6, target=0.7),
     "long8": Setting(instructions=8, target=0.6),
 }
