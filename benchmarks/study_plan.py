@@ -9,6 +9,10 @@ qualify, the one with the highest mean reward is GRPO's best, and every method g
 LEARNING_RATES, the others keep its rate and choose their steps.  `target` is the mean reward over seeds of the middle third,
 to the next 0.05: what "steps to a fixed reward" counts to.
 
+Beyond main, long6 and small qualify.  long8 (steady on 7 of 8 seeds) and nuisance (4 of 8; GRPO gains .08 from the first
+third to the last) run their 60 steps all the same: they are there to be hard.  Two first tries in which GRPO learnt nothing are
+kept in the JSON: nuisance with a carelessness of .35 (it starts at .06), and small after 1000 warm-start steps (at .02).
+
 What was known when the rule was written: GRPO on the first of the 8 seeds.  In 100 steps at 5e-5 and 1e-4 its reward stood
 still after 40 to 60, hence 60 steps; and a third of 20 steps (80 problems) has a standard error of about 0.03, hence NOISE.
 """
@@ -46,8 +50,8 @@ class Setting(NamedTuple):
 
 SETTINGS = {
     "main": Setting(seeds=16),
-    "nuisance": Setting(fillers=16, sloppiness=0.25, prompts_per_step=8, group_size=2, target=0.4),      # mostly filler, small groups, rarer success
-    "small": Setting(hidden=64, warm_steps=3000, target=0.6),                                            # a quarter of the parameters
+    "nuisance": Setting(fillers=16, sloppiness=0.25, prompts_per_step=8, group_size=2, target=0.4),   # mostly filler, small groups, rarer success
+    "small": Setting(hidden=64, warm_steps=3000, target=0.6),                                          # a quarter of the parameters
     "long6": Setting(instructions=6, target=0.7),
     "long8": Setting(instructions=8, target=0.6),
 }
