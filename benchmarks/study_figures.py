@@ -27,14 +27,17 @@ def plot_bands(axis, curves: dict, number: str, variants) -> None:
 
 
 def plot_differences(axis, rows: dict, number: str, key: str = "to_grpo") -> None:
-    """One paired difference with its interval per variant, best on top."""
+    """One paired difference with its interval per variant, best on top; a remark where no variant has an interval."""
     shown = {v: r[key][number] for v, r in rows.items() if key in r and r[key][number][1] is not None}
     for height, (name, (mean, low, high)) in enumerate(sorted(shown.items(), key=lambda item: item[1][0])):
         axis.plot([low, high], [height, height], color=COLOURS.get(name.split(" ")[0], "black"), linewidth=2)
         axis.plot(mean, height, "o", color=COLOURS.get(name.split(" ")[0], "black"), markersize=5)
     axis.set_yticks(range(len(shown)), [n for n, _ in sorted(shown.items(), key=lambda item: item[1][0])], fontsize=8)
     axis.axvline(0, color="black", linewidth=0.8)
+    axis.locator_params(axis="x", nbins=5)
     axis.grid(alpha=0.25, axis="x")
+    if not shown:
+        axis.text(0.5, 0.5, "too few seeds\nfor an interval", transform=axis.transAxes, ha="center", va="center", fontsize=9)
 
 
 def draw(summary: dict, folder: Path) -> None:
