@@ -49,7 +49,7 @@ CURVES = ("reward", "entropy", "entropy_filler", "entropy_pivotal", "ess_ratio",
 
 def warm_start(name: str, setting: Setting, out: Path) -> str:
     """The setting's policy: the lab's own where it fits, else one that is built once and kept under `out`."""
-    if (setting.instructions, setting.fillers, setting.sloppiness, setting.hidden, setting.warm_steps) == Setting()[:5]:
+    if setting[:5] == Setting()[:5]:                 # the five fields that make a policy
         return "lab"
     folder = out / "warm_starts" / name
     if not folder.exists():
