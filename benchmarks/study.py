@@ -145,33 +145,38 @@ def judge(curves: list[list[float]], steps: int) -> dict:
             "steady_seeds": steady, "qualifies": steady == len(curves) and 0.3 <= last <= 0.95}
 
 
-def choose(name: str, out: Path, shard: int, shards: int) -> None:
-    """Run GRPO on the seeds set aside and apply the rule; writes the setting's entry of study_choice.json."""
+def choose(name: str, out: Path, shard: int, shards: int, seeds: list[int] | None = None, rates: list[float] | None = None) -> None:
+    """Run GRPO on the seeds set aside (or those given) and apply the rule; writes an entry of study_choice.json.
+
+    The setting's own entry is that of its own seeds and learning rates; one for others says so in its name.
+    """
     setting, tables = SETTINGS[name], {}
-    rates = LEARNING_RATES if name == "main" else (SETTINGS["main"].lr,)
+    entry_name = name + (f", lr {' '.join(f'{lr:g}' for lr in rates)}" if rates else "") + (f", seeds {min(seeds)} to {max(seeds)}" if seeds else "")
+    seeds = seeds or list(CHOICE_SEEDS)
+    rates = rates or (list(LEARNING_RATES) if name == "main" else [SETTINGS["main"].lr])
     records = {(lr, seed): run_once(out, Job(name, "grpo", seed), setting, lr)
-               for lr in rates for seed in CHOICE_SEEDS if (seed + rates.index(lr)) % shards == shard}
+               for lr in rates for seed in seeds if (seed + rates.index(lr)) % shards == shard}
     if shards > 1:
-        return print(f"shard {shard} of {shards} is done; run --choose {name} without --shard for the table")
+        return print(f"shard {shard} of {shards} is done; the same command without --shard prints the table")
     lengths = range(setting.steps, STEPS_AT_LEAST - 1, -20)
     for lr in rates:
-        curves = [records[lr, seed]["curves"]["reward"] for seed in CHOICE_SEEDS]
+        curves = [records[lr, seed]["curves"]["reward"] for seed in seeds]
         tables[f"{lr:g}"] = [judge(curves, steps) for steps in lengths]
-    entry = {"before": records[rates[0], CHOICE_SEEDS[0]]["before"], "seeds": list(CHOICE_SEEDS), "rates": tables, "chosen": None}
+    entry = {"before": records[rates[0], seeds[0]]["before"], "seeds": seeds, "rates": tables, "chosen": None}
     for at, steps in enumerate(lengths):
         fit = {lr: rows[at] for lr, rows in tables.items() if rows[at]["qualifies"]}
         if fit:
             best = max(fit, key=lambda lr: fit[lr]["mean"])
             entry["chosen"] = {"steps": steps, "lr": float(best), "target": round(20 * fit[best]["thirds"][1]) / 20}
             break
-    print(f"{name}: before {entry['before']}\n| lr | steps | mean reward | thirds | steady seeds | qualifies |\n|---|---|---|---|---|---|")
+    print(f"{entry_name}: before {entry['before']}\n| lr | steps | mean reward | thirds | steady seeds | qualifies |\n|---|---|---|---|---|---|")
     for lr, rows in tables.items():
         for row in rows:
             print(f"| {lr} | {row['steps']} | {row['mean']:.3f} | {' '.join(f'{x:.2f}' for x in row['thirds'])} | "
-                  f"{row['steady_seeds']} of {len(CHOICE_SEEDS)} | {'yes' if row['qualifies'] else 'no'} |")
+                  f"{row['steady_seeds']} of {len(seeds)} | {'yes' if row['qualifies'] else 'no'} |")
     print("chosen:", entry["chosen"])
     known = json.loads(CHOICE.read_text()) if CHOICE.exists() else {}
-    write_atomically(CHOICE, json.dumps(known | {name: entry}, indent=1) + "\n")
+    write_atomically(CHOICE, json.dumps(known | {entry_name: entry}, indent=1) + "\n")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -189,7 +194,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--settings", nargs="+", default=[], help=f"of {', '.join(SETTINGS)} (default: all)")
     parser.add_argument("--variants", nargs="+", default=[], help="variant names or patterns, e.g. oar_g 'oar_tg threshold*' (default: all)")
-    parser.add_argument("--seeds", nargs="+", type=int, help="instead of the setting's own")
+    parser.add_argument("--seeds", nargs="+", type=int, help="instead of the setting's own (with --choose: of those set aside)")
+    parser.add_argument("--rates", nargs="+", type=float, help="with --choose: learning rates to try, instead of the setting's own")
     parser.add_argument("--shard", default="0/1", help="K/N: do the K-th of N parts, one process each")
     parser.add_argument("--out", type=Path, default=RUNS, help="folder of the runs")
     parser.add_argument("--choose", metavar="SETTING", help="choose steps and learning rate by GRPO alone, and stop")
@@ -199,7 +205,7 @@ def main() -> None:
     shard, shards = parse_shard(args.shard)
     if args.choose:
         jobs([args.choose], [], None)                # complains about an unknown name
-        return choose(args.choose, args.out, shard, shards)
+        return choose(args.choose, args.out, shard, shards, args.seeds, args.rates)
     if args.report:
         from benchmarks import study_report
         return study_report.main(args.out)

@@ -98,6 +98,11 @@ def test_choose_takes_the_best_rate_that_qualifies(tmp_path, monkeypatch, capsys
     entry = json.loads((tmp_path / "choice.json").read_text())["main"]
     assert entry["chosen"] == {"steps": 60, "lr": 5e-5, "target": 0.6} and "| 5e-05 | 60 |" in capsys.readouterr().out
     assert [row["steps"] for row in entry["rates"]["5e-05"]] == [60, 40]
+    study.choose("main", tmp_path, 0, 1, seeds=[1003, 1004], rates=[1e-4])           # other seeds and rates: an entry of its own beside it
+    entries = json.loads((tmp_path / "choice.json").read_text())
+    other = entries["main, lr 0.0001, seeds 1003 to 1004"]
+    assert entries["main"] == entry and other["chosen"] == {"steps": 40, "lr": 1e-4, "target": 0.45}
+    assert [row["steady_seeds"] for row in other["rates"]["0.0001"]] == [1, 2]
 
 
 # --------------------------------------------------------------------------------------------------------------------
