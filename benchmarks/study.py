@@ -51,9 +51,9 @@ def warm_start(name: str, setting: Setting, out: Path) -> str:
     """The setting's policy: the lab's own where it fits, else one that is built once and kept under `out`."""
     if setting[:5] == Setting()[:5]:                 # the five fields that make a policy
         return "lab"
-    folder = out / "warm_starts" / name
+    folder = out / "warm_starts" / name.split("_")[0]        # nuisance_5e-5 starts from nuisance's
     if not folder.exists():
-        temporary = folder.with_name(f"{name}.{os.getpid()}.tmp")
+        temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
         lab.rebuild(temporary, setting.instructions, setting.fillers, setting.sloppiness, setting.warm_steps, setting.hidden, layers=3)
         try:
             temporary.rename(folder)
@@ -153,7 +153,7 @@ def choose(name: str, out: Path, shard: int, shards: int, seeds: list[int] | Non
     setting, tables = SETTINGS[name], {}
     entry_name = name + (f", lr {' '.join(f'{lr:g}' for lr in rates)}" if rates else "") + (f", seeds {min(seeds)} to {max(seeds)}" if seeds else "")
     seeds = seeds or list(CHOICE_SEEDS)
-    rates = rates or (list(LEARNING_RATES) if name == "main" else [SETTINGS["main"].lr])
+    rates = rates or (list(LEARNING_RATES) if name == "main" else [setting.lr])
     records = {(lr, seed): run_once(out, Job(name, "grpo", seed), setting, lr)
                for lr in rates for seed in seeds if (seed + rates.index(lr)) % shards == shard}
     if shards > 1:

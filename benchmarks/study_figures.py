@@ -11,6 +11,7 @@ PANELS = (("reward", ("grpo", "oar_p", "oar_g", "oar_tg", "roles"), "reward: out
           ("reward", ("grpo", "random", "entropy", "entropy_bonus", "ktae", "inverted"), "reward: other credit"),
           ("entropy_filler", tuple(COLOURS), "entropy on fillers (nats)"),
           ("entropy_pivotal", tuple(COLOURS), "entropy on digits (nats)"))
+PER_LINE = 4             # settings beside each other
 
 
 def plot_bands(axis, curves: dict, number: str, variants) -> None:
@@ -58,8 +59,11 @@ def draw(summary: dict, folder: Path) -> None:
         count = " to ".join(map(str, sorted({min(seeds), max(seeds)})))
         figure.suptitle(f"main setting, {count} seeds; band: 1.96 standard errors", fontsize=11)
         plots.save(figure, folder / "study_curves.png")
-    figure, axes = plt.subplots(1, len(settings), figsize=(1.2 + 3.4 * len(settings), 3.8), constrained_layout=True, squeeze=False)
-    for axis, (name, block) in zip(axes[0], settings.items()):
+    lines = -(-len(settings) // PER_LINE)
+    figure, axes = plt.subplots(lines, min(PER_LINE, len(settings)), figsize=(15, 3.8 * lines), constrained_layout=True, squeeze=False)
+    for axis in axes.flat[len(settings):]:
+        axis.set_visible(False)
+    for axis, (name, block) in zip(axes.flat, settings.items()):
         plot_differences(axis, {v: r for v, r in block["rows"].items() if v in COLOURS}, "mean_reward")
         axis.set_title(f"{name} ({len(block['rows'].get('grpo', {'seeds': []})['seeds'])} seeds)", fontsize=10)
         axis.set_xlabel("mean reward minus GRPO's, 95 %", fontsize=8)

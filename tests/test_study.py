@@ -32,6 +32,7 @@ def test_plan_order_and_selection():
     assert len(plan) == len(set(plan)) and plan[:len(METHODS)] == [Job("main", m, 0) for m in METHODS]       # all methods of seed 0 first
     assert {j.seed for j in plan if j.setting == "main" and j.variant in METHODS} == set(range(16))
     assert jobs(["main"], ["grpo", "oar_g"], [0, 5]) == [Job("main", m, s) for s in (0, 5) for m in ("grpo", "oar_g")]
+    assert {j.variant for j in jobs(["small"], [], None)} == {"grpo", "oar_p", "oar_g", "roles"}
     assert {j.variant for j in jobs(["main"], ["oar_tg threshold*"], [0])} == {f"oar_tg threshold={t}" for t in (0.1, 0.5, 0.75, 0.9)}
     for settings, patterns, match in ((["mian"], [], "no such setting"), ([], ["oar_x*"], "nothing matches")):
         with pytest.raises(UserError, match=match):
@@ -66,9 +67,12 @@ def test_room_for_a_whole_completion():
 def test_setting_matches_the_recorded_choice():
     if not study.CHOICE.exists():
         pytest.skip("no choice recorded")
-    for name, entry in json.loads(study.CHOICE.read_text()).items():
-        if entry["chosen"] and name in SETTINGS:
-            setting = SETTINGS[name]
+    again = {"main, lr 0.0002 0.0001 5e-05 2e-05, seeds 1008 to 1015": "main_5e-5", "nuisance, lr 5e-05 2e-05": "nuisance_5e-5"}
+    choices = json.loads(study.CHOICE.read_text())
+    assert set(again) <= set(choices)
+    for name, entry in choices.items():
+        setting = SETTINGS.get(again.get(name, name))
+        if entry["chosen"] and setting:
             assert {"steps": setting.steps, "lr": setting.lr, "target": setting.target} == entry["chosen"], name
 
 
@@ -138,7 +142,7 @@ def test_warm_start_is_built_once(tmp_path, monkeypatch):
         built.append(settings)
     monkeypatch.setattr(study.lab, "rebuild", rebuild)
     assert study.warm_start("main", SETTINGS["main"], tmp_path) == "lab" and not built          # the lab's own policy fits
-    folders = {study.warm_start("long8", SETTINGS["long8"], tmp_path) for _ in range(2)}
+    folders = {study.warm_start(name, SETTINGS["long8"], tmp_path) for name in ("long8", "long8_5e-5")}
     assert folders == {str(tmp_path / "warm_starts" / "long8")} and built == [(8, lab.FILLERS, lab.SLOPPINESS, 1000, 128)]
     assert [p.name for p in (tmp_path / "warm_starts").iterdir()] == ["long8"]
 
