@@ -81,7 +81,7 @@ CLAIMS = {
     "Probes: last beats answer_joint": [training(f"{m} probe=last", f"{m} probe=answer_joint") for m in PAPER],
     "OAR's gain over GRPO holds at half the learning rate (what the rule takes on fresh seeds)": [training(m, setting="main_5e-5") for m in PAPER],
     "... at a quarter of the parameters": [training(m, setting="small") for m in PAPER],
-    "... on longer chains (6 and 8 instructions)": [training(m, setting=s) for s in ("long6", "long8") for m in PAPER],
+    "... on longer chains (6 and 8 instructions)": [training(m, setting=s) for s in ("long6", "long8_5e-5") for m in PAPER],
     "... and where uniform credit should hurt most (mostly filler, groups of 2)": [training(m, setting="nuisance_5e-5") for m in PAPER],
 }
 

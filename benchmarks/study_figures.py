@@ -41,6 +41,20 @@ def plot_differences(axis, rows: dict, number: str, key: str = "to_grpo") -> Non
         axis.text(0.5, 0.5, "too few seeds\nfor an interval", transform=axis.transAxes, ha="center", va="center", fontsize=9)
 
 
+def differences_by_setting(settings: dict):
+    """A figure with one panel per setting: every method's difference to GRPO in mean reward."""
+    import matplotlib.pyplot as plt
+    lines = -(-len(settings) // PER_LINE)
+    figure, axes = plt.subplots(lines, min(PER_LINE, len(settings)), figsize=(15, 3.8 * lines), constrained_layout=True, squeeze=False)
+    for axis in axes.flat[len(settings):]:
+        axis.set_visible(False)
+    for axis, (name, block) in zip(axes.flat, settings.items()):
+        plot_differences(axis, {v: r for v, r in block["rows"].items() if v in COLOURS}, "mean_reward")
+        axis.set_title(f"{name} ({len(block['rows'].get('grpo', {'seeds': []})['seeds'])} seeds)", fontsize=10)
+        axis.set_xlabel("mean reward minus GRPO's, 95 %", fontsize=8)
+    return figure
+
+
 def draw(summary: dict, folder: Path) -> None:
     """study_curves.png (the main setting) and study_settings.png (differences in mean reward, setting by setting)."""
     import matplotlib
@@ -59,12 +73,4 @@ def draw(summary: dict, folder: Path) -> None:
         count = " to ".join(map(str, sorted({min(seeds), max(seeds)})))
         figure.suptitle(f"main setting, {count} seeds; band: 1.96 standard errors", fontsize=11)
         plots.save(figure, folder / "study_curves.png")
-    lines = -(-len(settings) // PER_LINE)
-    figure, axes = plt.subplots(lines, min(PER_LINE, len(settings)), figsize=(15, 3.8 * lines), constrained_layout=True, squeeze=False)
-    for axis in axes.flat[len(settings):]:
-        axis.set_visible(False)
-    for axis, (name, block) in zip(axes.flat, settings.items()):
-        plot_differences(axis, {v: r for v, r in block["rows"].items() if v in COLOURS}, "mean_reward")
-        axis.set_title(f"{name} ({len(block['rows'].get('grpo', {'seeds': []})['seeds'])} seeds)", fontsize=10)
-        axis.set_xlabel("mean reward minus GRPO's, 95 %", fontsize=8)
-    plots.save(figure, folder / "study_settings.png")
+    plots.save(differences_by_setting(settings), folder / "study_settings.png")

@@ -67,7 +67,8 @@ def test_room_for_a_whole_completion():
 def test_setting_matches_the_recorded_choice():
     if not study.CHOICE.exists():
         pytest.skip("no choice recorded")
-    again = {"main, lr 0.0002 0.0001 5e-05 2e-05, seeds 1008 to 1015": "main_5e-5", "nuisance, lr 5e-05 2e-05": "nuisance_5e-5"}
+    again = {"main, lr 0.0002 0.0001 5e-05 2e-05, seeds 1008 to 1015": "main_5e-5", "nuisance, lr 5e-05 2e-05": "nuisance_5e-5",
+             "long8, lr 5e-05": "long8_5e-5"}
     choices = json.loads(study.CHOICE.read_text())
     assert set(again) <= set(choices)
     for name, entry in choices.items():
