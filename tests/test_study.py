@@ -114,7 +114,7 @@ def test_choose_takes_the_best_rate_that_qualifies(tmp_path, monkeypatch, capsys
 # a real run, small
 
 def test_run_is_paired_resumable_and_whole(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(study.SETTINGS, "main", Setting(steps=2, prompts_per_step=2))
+    monkeypatch.setitem(study.SETTINGS, "main", Setting(steps=2, prompts_per_step=2, methods=METHODS))
     monkeypatch.setitem(PRESETS["lab"], "validation_size", 4)
     threads = torch.get_num_threads()
     argv = ["study", "--out", str(tmp_path), "--settings", "main", "--variants", "grpo", "random", "--seeds", "7"]
