@@ -201,6 +201,8 @@ def main() -> None:
     parser.add_argument("--choose", metavar="SETTING", help="choose steps and learning rate by GRPO alone, and stop")
     parser.add_argument("--report", action="store_true", help="tables, claims and figures from the finished runs, and stop")
     args = parser.parse_args()
+    if args.rates and not args.choose:
+        raise UserError("--rates goes with --choose only: the study's runs take their setting's learning rate")
     torch.set_num_threads(1)
     shard, shards = parse_shard(args.shard)
     if args.choose:

@@ -110,6 +110,12 @@ def test_choose_takes_the_best_rate_that_qualifies(tmp_path, monkeypatch, capsys
     assert [row["steady_seeds"] for row in other["rates"]["0.0001"]] == [1, 2]
 
 
+def test_rates_are_for_choosing_only(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["study", "--settings", "main", "--rates", "1e-5"])
+    with pytest.raises(UserError, match="--rates goes with --choose"):
+        study.main()
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # a real run, small
 
