@@ -47,13 +47,17 @@ CURVES = ("reward", "entropy", "entropy_filler", "entropy_pivotal", "ess_ratio",
 # --------------------------------------------------------------------------------------------------------------------
 # one run
 
-def warm_start(name: str, setting: Setting, out: Path) -> str:
-    """The setting's policy: the lab's own where it fits, else one that is built once and kept under `out`."""
+def warm_start(setting: Setting, out: Path) -> str:
+    """The setting's policy: the lab's own where it fits, else one that is built once and kept under `out`.
+
+    Its folder has the name of the first setting that starts from it.
+    """
     if setting[:5] == Setting()[:5]:                 # the five fields that make a policy
         return "lab"
-    folder = out / "warm_starts" / name.split("_")[0]        # nuisance_5e-5 starts from nuisance's
+    name = next(name for name, other in SETTINGS.items() if other[:5] == setting[:5])
+    folder = out / "warm_starts" / name
     if not folder.exists():
-        temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+        temporary = folder.with_name(f"{name}.{os.getpid()}.tmp")
         lab.rebuild(temporary, setting.instructions, setting.fillers, setting.sloppiness, setting.warm_steps, setting.hidden, layers=3)
         try:
             temporary.rename(folder)
@@ -122,7 +126,7 @@ def run_once(out: Path, job: Job, setting: Setting, lr: float | None = None) -> 
         return json.loads(path.read_text())
     path.parent.mkdir(parents=True, exist_ok=True)
     chosen = setting if lr is None else setting._replace(lr=lr)
-    record = run(job, configure(job, chosen, warm_start(job.setting, setting, out)))
+    record = run(job, configure(job, chosen, warm_start(setting, out)))
     write_atomically(path, json.dumps(record) + "\n")
     return record
 

@@ -55,22 +55,27 @@ def differences_by_setting(settings: dict):
     return figure
 
 
+def curves_of_main(block: dict):
+    """A figure of the main setting's curves with bands, one panel for each of PANELS."""
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(2, 2, figsize=(12, 8), constrained_layout=True)
+    for axis, (number, variants, title) in zip(axes.flat, PANELS):
+        plot_bands(axis, block["curves"], number, variants)
+        axis.set_title(title, fontsize=10)
+        if axis.has_data():
+            axis.legend(fontsize=7, ncol=2)
+    seeds = [len(r["seeds"]) for v, r in block["rows"].items() if v in COLOURS]
+    count = " to ".join(map(str, sorted({min(seeds), max(seeds)})))
+    figure.suptitle(f"main setting, {count} seeds; band: 1.96 standard errors", fontsize=11)
+    return figure
+
+
 def draw(summary: dict, folder: Path) -> None:
     """study_curves.png (the main setting) and study_settings.png (differences in mean reward, setting by setting)."""
     import matplotlib
     matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
     folder.mkdir(exist_ok=True)
     settings = summary["settings"]
     if "main" in settings:
-        figure, axes = plt.subplots(2, 2, figsize=(12, 8), constrained_layout=True)
-        for axis, (number, variants, title) in zip(axes.flat, PANELS):
-            plot_bands(axis, settings["main"]["curves"], number, variants)
-            axis.set_title(title, fontsize=10)
-            if axis.has_data():
-                axis.legend(fontsize=7, ncol=2)
-        seeds = [len(r["seeds"]) for v, r in settings["main"]["rows"].items() if v in COLOURS]
-        count = " to ".join(map(str, sorted({min(seeds), max(seeds)})))
-        figure.suptitle(f"main setting, {count} seeds; band: 1.96 standard errors", fontsize=11)
-        plots.save(figure, folder / "study_curves.png")
+        plots.save(curves_of_main(settings["main"]), folder / "study_curves.png")
     plots.save(differences_by_setting(settings), folder / "study_settings.png")

@@ -32,7 +32,7 @@ NOISE = 0.04         # standard error of the difference of two thirds' mean rewa
 
 METHODS = ("grpo", "random", "entropy", "entropy_bonus", "ktae", "oar_g", "oar_f", "oar_p", "oar_t", "oar_tg", "roles", "inverted")
 MOST = tuple(method for method in METHODS if method not in ("oar_f", "oar_t", "inverted"))        # of main_5e-5
-FEW = ("grpo", "oar_p", "oar_g", "roles")                                                                     # of the settings beyond
+FEW = ("grpo", "oar_p", "oar_g", "roles")                                                        # of the settings beyond
 
 
 class Setting(NamedTuple):

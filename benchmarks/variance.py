@@ -47,7 +47,7 @@ RESAMPLES = 2000
 def prepare(setting_name: str, steps: int):
     """(policy after `steps` of GRPO, its Config)."""
     setting = SETTINGS[setting_name]
-    config = configure(Job(setting_name, "grpo", SEED), setting, warm_start(setting_name, setting, RUNS))
+    config = configure(Job(setting_name, "grpo", SEED), setting, warm_start(setting, RUNS))
     policy = models.load(config.model, torch.device("cpu"))
     examples, _, _ = train.load_examples(config, policy)
     for _ in train_steps(policy, examples, config, steps):

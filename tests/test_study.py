@@ -148,8 +148,8 @@ def test_warm_start_is_built_once(tmp_path, monkeypatch):
         folder.mkdir(parents=True)
         built.append(settings)
     monkeypatch.setattr(study.lab, "rebuild", rebuild)
-    assert study.warm_start("main", SETTINGS["main"], tmp_path) == "lab" and not built          # the lab's own policy fits
-    folders = {study.warm_start(name, SETTINGS["long8"], tmp_path) for name in ("long8", "long8_5e-5")}
+    assert study.warm_start(SETTINGS["main"], tmp_path) == "lab" and not built          # the lab's own policy fits
+    folders = {study.warm_start(SETTINGS[name], tmp_path) for name in ("long8", "long8_5e-5")}
     assert folders == {str(tmp_path / "warm_starts" / "long8")} and built == [(8, lab.FILLERS, lab.SLOPPINESS, 1000, 128)]
     assert [p.name for p in (tmp_path / "warm_starts").iterdir()] == ["long8"]
 
